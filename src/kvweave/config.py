@@ -1,0 +1,211 @@
+"""Every setting, once. The command line is derived from these dataclasses.
+
+A field's `metadata` carries what its flag says: `help`, and `choices` where only some values work.
+`validate()` collects every problem, so that one failed start names all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvweave.errors import ConfigError
+
+
+def _flag(default: Any, help: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What is served, and in which numbers."""
+
+    model: str | None = _flag(
+        None,
+        "Folder, Hugging Face name or GGUF file; without it, the packaged SmolLM2-135M-Instruct.",
+    )
+    tokenizer: str | None = _flag(
+        None, "Folder or name of the tokenizer, when it is not the model's."
+    )
+    revision: str | None = _flag(None, "Hub revision of the model.")
+    served_model_name: str | None = _flag(
+        None, "Name that clients use; the model's own without it."
+    )
+    dtype: str = _flag(
+        "auto", "Number type of weights and KV.", choices=("auto", "float32", "bfloat16")
+    )
+    device: str = _flag("auto", "Torch device: auto, cpu, cuda, cuda:1.")
+    context_length: int | None = _flag(
+        None, "Longest prompt plus output; the model's own without it."
+    )
+    attention_backend: str = _flag(
+        "auto", "Who computes attention.", choices=("auto", "cpu", "sdpa", "flashinfer")
+    )
+    chat_template: str | None = _flag(
+        None, "File with a Jinja chat template, instead of the model's."
+    )
+
+    def problems(self) -> list[str]:
+        return _positive(self, "context_length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """What KV is kept, how much, and what goes first."""
+
+    prefix_cache_backend: str = _flag(
+        "hash", "Which KV is reused.", choices="prefix-cache-backends"
+    )
+    page_size: int = _flag(16, "Slots per page, the unit in which KV is owned and shared.")
+    max_total_tokens: int | None = _flag(None, "Slots in the pool; from free memory without it.")
+    mem_fraction_static: float = _flag(
+        0.5, "Share of free memory for the KV pool, without --max-total-tokens."
+    )
+    radix_eviction_policy: str = _flag(
+        "lru", "Which cached pages go first.", choices=("lru", "lfu", "slru", "priority")
+    )
+    cold_group_wait: bool = _flag(
+        True,
+        "A request waits for a running one that is computing its prefix (backends that share it early).",
+    )
+
+    def problems(self) -> list[str]:
+        found = _positive(self, "page_size", "max_total_tokens")
+        if not 0 < self.mem_fraction_static <= 1:
+            found.append(
+                f"--mem-fraction-static is a share above 0, up to 1, not {self.mem_fraction_static}"
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuzzyConfig:
+    """Reuse beyond the prefix; read by the backends that offer it."""
+
+    fuzzy_provider: str = _flag("spans", "Who nominates donors.", choices="fuzzy-providers")
+    fuzzy_min_span: int = _flag(32, "Shortest run of tokens worth moving.")
+    fuzzy_min_suffix: int = _flag(8, "Tokens at the end of every prompt that are always computed.")
+    fuzzy_min_reuse_ratio: float = _flag(
+        0.1, "Least share of a prompt that moved spans must serve, else none."
+    )
+    fuzzy_sink_tokens: int = _flag(
+        4, "First tokens of prompts that are never moved, neither from nor to."
+    )
+    fuzzy_stride: int = _flag(16, "Tokens between two doors of the span index.")
+    fuzzy_max_share: float = _flag(
+        1.0, "Most of a prompt that moved spans may serve; 0 demands exactness."
+    )
+    fuzzy_time_budget_ms: float = _flag(
+        50.0, "A provider that takes longer loses this request's reuse."
+    )
+
+    def problems(self) -> list[str]:
+        found = _positive(
+            self, "fuzzy_min_span", "fuzzy_min_suffix", "fuzzy_stride", "fuzzy_time_budget_ms"
+        )
+        found += _share(self, "fuzzy_min_reuse_ratio", "fuzzy_max_share")
+        if self.fuzzy_sink_tokens < 0:
+            found.append(f"--fuzzy-sink-tokens counts tokens, so not {self.fuzzy_sink_tokens}")
+        if self.fuzzy_min_span < 2 * self.fuzzy_stride - 1:
+            found.append(
+                f"--fuzzy-min-span {self.fuzzy_min_span} is below what --fuzzy-stride {self.fuzzy_stride} is sure "
+                f"to find (2 x stride - 1 = {2 * self.fuzzy_stride - 1}): raise the one or lower the other"
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs when."""
+
+    max_running_requests: int = _flag(64, "Requests that run together.")
+    max_queued_requests: int = _flag(1024, "Requests that may wait; more are answered 429.")
+    chunked_prefill_size: int = _flag(
+        2048, "Tokens computed in one step, prompts and outputs together."
+    )
+    schedule_policy: str = _flag(
+        "fcfs",
+        "Order of waiting requests: first come, or longest cached prefix.",
+        choices=("fcfs", "lpm"),
+    )
+    random_seed: int | None = _flag(None, "Seed for requests that bring none.")
+
+    def problems(self) -> list[str]:
+        return _positive(
+            self, "max_running_requests", "max_queued_requests", "chunked_prefill_size"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP surface."""
+
+    host: str = _flag("127.0.0.1", "Address to listen on.")
+    port: int = _flag(8000, "Port to listen on.")
+    api_key: str | None = _flag(None, "Clients must send this key; KVWEAVE_API_KEY does the same.")
+    max_body_bytes: int = _flag(16 * 2**20, "Largest request body.")
+    log_requests: bool = _flag(False, "Log every request when it ends (never its text).")
+    log_level: str = _flag(
+        "info", "How much is logged.", choices=("debug", "info", "warning", "error")
+    )
+
+    def problems(self) -> list[str]:
+        found = _positive(self, "max_body_bytes")
+        if not 0 <= self.port <= 65535:
+            found.append(f"--port is a number up to 65535, not {self.port}")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that an engine needs; a server adds ServerConfig."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    fuzzy: FuzzyConfig = FuzzyConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    def validate(self) -> None:
+        """Raise ConfigError with every problem at once."""
+        validate(self.model, self.cache, self.fuzzy, self.scheduler)
+
+
+def validate(*groups: Any) -> None:
+    """Raise ConfigError naming every problem of every group."""
+    from kvweave.registries import choices_of  # here: registries import what they register
+
+    found: list[str] = []
+    for group in groups:
+        found += group.problems()
+        for item in fields(group):
+            allowed = choices_of(item.metadata.get("choices"))
+            value = getattr(group, item.name)
+            if allowed and value not in allowed:
+                found.append(
+                    f"{flag_name(item.name)} is one of {', '.join(allowed)}, not {value!r}"
+                )
+    if found:
+        raise ConfigError(found)
+
+
+def flag_name(name: str) -> str:
+    """The command line's spelling of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def _positive(group: Any, *names: str) -> list[str]:
+    found = []
+    for name in names:
+        value = getattr(group, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            found.append(f"{flag_name(name)} must be above 0, not {value}")
+    return found
+
+
+def _share(group: Any, *names: str) -> list[str]:
+    return [
+        f"{flag_name(name)} is a share from 0 to 1, not {getattr(group, name)}"
+        for name in names
+        if not 0 <= getattr(group, name) <= 1
+    ]

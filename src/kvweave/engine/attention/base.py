@@ -1,0 +1,63 @@
+"""The small interface behind which attention sits.
+
+A packed batch has no padding: its T tokens belong to R rows (requests), each row's tokens at any
+ascending positions. A query at position p of row r attends to positions [0, p] of r (or to the last
+`window` of them), whatever their source: the KV of all of them is in the pool by the time of the call,
+since each layer's fresh KV is written before its queries run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from kvweave.kv.tensors import KVTensors
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Who attends to what, for one forward pass; the same for all layers. On the model's device.
+
+    positions: int64 (T). slots: int64 (T), where each token's own KV goes.
+    query_start: int32 (R + 1); row r's tokens are [query_start[r], query_start[r + 1]).
+    pages: int32, all rows' block tables one after another; page_start: int32 (R + 1) into it.
+    A slot of row r at position p is pages[page_start[r] + p // page_size] * page_size + p % page_size.
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    pages: torch.Tensor
+    page_start: torch.Tensor
+    page_size: int
+    rows: int
+    tokens: int
+    longest: int
+    """The largest position in the batch, plus one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What a layer's attention needs beside its tensors."""
+
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class AttentionBackend(Protocol):
+    """Computes attention over the pool. One instance per engine; buffers live as long as it does."""
+
+    name: ClassVar[str]
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Called once per forward pass, before any layer: plan work that all layers share."""
+
+    def attend(self, query: torch.Tensor, kv: KVTensors, call: LayerCall) -> torch.Tensor:
+        """query (T, heads, key_dim), contiguous; returns (T, heads, value_dim), same type.
+
+        Heads are grouped over KV heads: query head h reads KV head h // (heads // num_kv_heads).
+        """

@@ -1,0 +1,160 @@
+"""What goes into an engine and what comes out. Plain data: the server, scripts and benches share it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvweave.errors import RequestError
+from kvweave.prefix.plan import Span
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. Names and ranges are OpenAI's, and vLLM's where OpenAI has none.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 is off. `max_tokens` None runs to the context's end.
+    `logprobs` is the number of alternatives per generated token (None: no logprobs at all);
+    `prompt_logprobs` the same for the prompt (which then is computed in full, whatever is cached).
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+
+    MAX_LOGPROBS = 20
+    MAX_N = 128
+
+    def validate(self) -> None:
+        """Raise RequestError naming the first field that is out of range."""
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and low <= value <= high):
+                raise RequestError(
+                    f"{name} must be between {low:g} and {high:g}, not {value}", param=name
+                )
+        if self.top_p == 0:
+            raise RequestError("top_p must be above 0", param="top_p")
+        if any(not text for text in self.stop):
+            raise RequestError("stop strings must not be empty", param="stop")
+        for token, bias in (self.logit_bias or {}).items():
+            if token < 0 or not (math.isfinite(bias) and -100 <= bias <= 100):
+                raise RequestError(
+                    f"logit_bias maps token ids to numbers from -100 to 100, not {token}: {bias}",
+                    param="logit_bias",
+                )
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 0, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("temperature", 0, 2),
+    ("top_p", 0, 1),
+    ("top_k", -1, 2**31 - 1),
+    ("min_p", 0, 1),
+    ("seed", -(2**63), 2**63 - 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("repetition_penalty", 0.01, 100),
+    ("n", 1, SamplingParams.MAX_N),
+    ("logprobs", 0, SamplingParams.MAX_LOGPROBS),
+    ("prompt_logprobs", 0, SamplingParams.MAX_LOGPROBS),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One prompt, already tokenised, and what is wanted for it (`sampling.n` answers)."""
+
+    rid: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    priority: int = 0
+    """Larger runs earlier and is preempted later."""
+    cache_salt: str | None = None
+    fuzzy: bool = True
+    """False: this answer must not depend on anything approximate."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's log probability (natural logarithm) and the likeliest alternatives, best first.
+
+    `logprob` is None for a prompt's first token, which nothing predicts.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Where a prompt's KV came from, in tokens. Counted when the request was first admitted."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Exact reuse only; at most prompt_tokens - 1."""
+    moved_tokens: int = 0
+    refreshed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one step added to answer `index` of request `rid`.
+
+    `text` never holds half a character. The last delta of an answer carries `finish_reason`; the
+    `matched_stop` is the stop string or token id that ended it. `error` goes with finish "error".
+    """
+
+    rid: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """Once, in the first delta of answer 0, when asked for."""
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    error: str | None = None
+    plan: tuple[Span, ...] = ()
+    """Spans that served this prompt beyond its exact prefix; in every answer's first delta."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """A whole answer: what `LLM.generate` returns per prompt and sample."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    error: str | None = None
+    usage: Usage = field(default_factory=Usage)
+    plan: tuple[Span, ...] = ()
+    first_token_seconds: float | None = None
+    """From submission to the first token."""

@@ -1,0 +1,232 @@
+"""The contract between the scheduler and whatever remembers KV.
+
+The scheduler asks for a lease, grows it, publishes through it and releases it. It never sees a
+tree node, a hash or a donor: those stay behind the lease. All backends pass one conformance suite
+(tests/prefix). No torch here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from kvweave.kv.pool import IntArray, PagePool
+from kvweave.prefix.events import KVEvent
+from kvweave.prefix.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What must be equal for two requests to share KV; nothing is ever shared across two.
+
+    Typed fields, never one joined string: ("ab", "c") is not ("a", "bc"), and no salt is not "".
+    `model` names identity, revision, dtype and KV layout.
+    """
+
+    model: str
+    adapter: str | None = None
+    salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestView:
+    """What a cache may know of a request.
+
+    `tokens` (int32) are all tokens known so far: the prompt, and the output too when a preempted
+    request comes back. `max_exact` bounds the exact prefix in tokens (0: compute everything, as
+    prompt logprobs need); None leaves it to the cache. `fuzzy` False forbids anything approximate.
+    """
+
+    rid: str
+    tokens: IntArray
+    namespace: Namespace
+    priority: int = 0
+    max_exact: int | None = None
+    fuzzy: bool = True
+
+
+class Lease:
+    """A request's claim on pages and on a place in the cache.
+
+    `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`. It is the only block table there is:
+    whoever needs page ids reads them here in the step that uses them, since publishing may replace
+    pages by canonical ones. Backends subclass it for what they must remember.
+    """
+
+    __slots__ = ("_buffer", "_length", "namespace", "plan", "priority", "published", "rid")
+
+    def __init__(self, view: RequestView, plan: Plan, pages: IntArray) -> None:
+        self.rid = view.rid
+        self.namespace = view.namespace
+        self.priority = view.priority
+        self.plan = plan
+        self.published = plan.exact
+        """Tokens already handed to the cache (or taken from it); a multiple of the page size."""
+        self._buffer = np.empty(max(16, 2 * len(pages)), np.int32)
+        self._buffer[: len(pages)] = pages
+        self._length = len(pages)
+
+    @property
+    def pages(self) -> IntArray:
+        """A view, valid until the next call that grows, publishes or releases."""
+        return self._buffer[: self._length]
+
+    def append(self, pages: IntArray) -> None:
+        """For caches only: add owned pages behind the last."""
+        need = self._length + len(pages)
+        if need > len(self._buffer):
+            grown = np.empty(max(need, 2 * len(self._buffer)), np.int32)
+            grown[: self._length] = self.pages
+            self._buffer = grown
+        self._buffer[self._length : need] = pages
+        self._length = need
+
+    def replace(self, first: int, pages: IntArray) -> None:
+        """For caches only: converge to canonical pages from index `first` on."""
+        self._buffer[first : first + len(pages)] = pages
+
+    def clear(self) -> None:
+        """For caches only: the lease holds nothing any more."""
+        self._length = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """What backends can be told. `eviction` is lru, lfu, slru or priority."""
+
+    eviction: str = "lru"
+    events: bool = False
+    wait_for_producers: bool = True
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counters since start, and gauges as of now (in tokens unless the name says pages)."""
+
+    requests: int = 0
+    query_tokens: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=dict)
+    """By tier; counted once per request, when it is first admitted."""
+    cached_pages: int = 0
+    evictable_pages: int = 0
+    evicted_pages: int = 0
+    converged_pages: int = 0
+
+
+class PrefixCache(ABC):
+    """Exact reuse of KV at a common prefix, and the base of what goes beyond it.
+
+    Rules for all backends:
+    - A match never covers the last token: at least one is computed, never into a shared page.
+    - `match` changes nothing that anyone could see, not even recency.
+    - Every page in a lease has that lease as an owner; every page kept has the cache as one.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, pool: PagePool, options: CacheOptions) -> None:
+        self.pool = pool
+        self.options = options
+        self.counters = CacheStats()
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.page_size
+
+    @abstractmethod
+    def match(self, view: RequestView) -> int:
+        """Tokens of exact prefix that `lease` would give now: full pages, at most len(tokens) - 1."""
+
+    @abstractmethod
+    def lease(self, view: RequestView) -> Lease:
+        """Lock the longest exact prefix, share its pages, and plan the rest.
+
+        The lease's pages cover the served positions only (all of them, spans included, which are
+        realized here). Never fails for lack of room: then it serves less.
+        """
+
+    @abstractmethod
+    def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
+        """Keep the full pages of `tokens[:computed]`, whose KV is confirmed, up to what may be shared.
+
+        Pages that the cache already has converge: `lease.pages` then names the cache's, and the
+        duplicates are dropped. Publishing the same progress twice changes nothing. `tokens` may be
+        longer than `computed`; it begins with the view's tokens.
+        """
+
+    @abstractmethod
+    def release(self, lease: Lease) -> None:
+        """Unlock and give every page back; the lease is empty afterwards. Twice is harmless."""
+
+    @abstractmethod
+    def evict(self, pages: int) -> int:
+        """Free at least `pages` pages if unlocked ones suffice; returns how many became free."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything. Only without live leases; else IntegrityError."""
+
+    @abstractmethod
+    def resident(self) -> Iterable[IntArray]:
+        """The pages that the cache itself owns, in any order and grouping, each once."""
+
+    @abstractmethod
+    def check_structure(self) -> None:
+        """Recompute the backend's own sums from scratch; IntegrityError where they differ."""
+
+    @property
+    @abstractmethod
+    def evictable_pages(self) -> int:
+        """Pages that `evict` could free now."""
+
+    def promised(self, view: RequestView, matched: int) -> int:
+        """Tokens of `view`'s exact prefix that requests now computing will publish (0, or more than `matched`).
+
+        A waiting request that is promised more than it can match waits for its producer.
+        """
+        return 0
+
+    def grow(self, lease: Lease, tokens: int) -> bool:
+        """Give the lease pages for positions below `tokens`, evicting if need be; all or nothing."""
+        need = -(-tokens // self.page_size) - len(lease.pages)
+        if need <= 0:
+            return True
+        short = need - self.pool.num_free
+        if short > 0:
+            if short > self.evictable_pages:
+                return False
+            self.evict(short)
+        pages = self.pool.alloc(need)
+        if pages is None:
+            return False
+        lease.append(pages)
+        return True
+
+    def record(self, lease: Lease) -> None:
+        """Count this request's hits; the scheduler calls it once per request, when first admitted."""
+        counters, plan = self.counters, lease.plan
+        counters.requests += 1
+        counters.query_tokens += plan.length
+        hits = counters.hit_tokens
+        hits["exact"] = hits.get("exact", 0) + plan.exact
+        for span in plan.spans:
+            hits[span.tier.value] = hits.get(span.tier.value, 0) + span.length
+
+    def stats(self) -> CacheStats:
+        """Counters and gauges, as of now."""
+        self.counters.evictable_pages = self.evictable_pages
+        self.counters.cached_pages = sum(len(pages) for pages in self.resident())
+        return self.counters
+
+    def take_events(self) -> list[KVEvent]:
+        """Events since the last call (empty unless options.events)."""
+        return []
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Prove that pages, owners and the backend's own structure add up, given all live leases."""
+        self.check_structure()
+        self.pool.check([*(lease.pages for lease in leases), *self.resident()])

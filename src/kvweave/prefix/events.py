@@ -1,0 +1,34 @@
+"""What a cache tells the outside: blocks stored, removed, all cleared.
+
+The fields follow vLLM's and SGLang's KV events, so that routers built for them understand ours.
+Only exact pages are ever named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Pages kept: one 64-bit chained hash per page, the parent's hash (None at a root), all tokens."""
+
+    block_hashes: tuple[int, ...]
+    parent_block_hash: int | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    block_hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    pass
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

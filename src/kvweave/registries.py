@@ -1,0 +1,29 @@
+"""Names that people may choose from, wherever a flag offers a choice that code can extend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def choices_of(source: Any) -> tuple[str, ...]:
+    """The values behind a field's `choices`: a tuple as it is, a registry's name looked up; () if free."""
+    if source is None:
+        return ()
+    if isinstance(source, str):
+        return _REGISTRIES[source]()
+    return tuple(source)
+
+
+def _backends() -> tuple[str, ...]:
+    from kvweave.prefix.registry import backend_names
+
+    return backend_names()
+
+
+def _providers() -> tuple[str, ...]:
+    from kvweave.fuzzy.providers import provider_names
+
+    return provider_names()
+
+
+_REGISTRIES = {"prefix-cache-backends": _backends, "fuzzy-providers": _providers}
