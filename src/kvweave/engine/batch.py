@@ -1,34 +1,42 @@
-"""One step's work for the model: a packed mix of decodes and prefill chunks.
-
-Plain arrays. Who they belong to, and what their logits are for, stays with the engine.
-"""
+"""What one forward pass computes: packed rows, as the scheduler builds them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvweave.kv.pool import IntArray
 
-@dataclass(slots=True, eq=False)
+LongArray: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
-    """T tokens of R rows (requests), row r's being [query_start[r], query_start[r + 1]).
+    """One forward pass over T tokens of R rows (requests), without padding.
 
-    token_ids, positions, slots: int64 (T); positions ascend within a row and need not be adjacent.
-    query_start: int32 (R + 1). pages: int32, all rows' block tables one after another, each as long
-    as that row's highest position needs; page_start: int32 (R + 1) into it.
-    logits_at: int64, the indices into T whose logits are wanted, ascending.
+    Row r's tokens are `[query_start[r], query_start[r + 1])`, at any ascending positions. Its block
+    table is `pages[page_start[r] : page_start[r + 1]]`, and covers all positions that its queries see:
+    the KV of those that are not in this batch is in the pool already.
     """
 
-    token_ids: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
-    query_start: npt.NDArray[np.int32]
-    pages: npt.NDArray[np.int32]
-    page_start: npt.NDArray[np.int32]
+    token_ids: LongArray
+    """(T)"""
+    positions: LongArray
+    """(T), absolute in each row's own text."""
+    slots: LongArray
+    """(T), where each token's KV is written."""
+    query_start: IntArray
+    """(R + 1)"""
+    pages: IntArray
+    """All rows' block tables, one after another."""
+    page_start: IntArray
+    """(R + 1), into `pages`."""
     page_size: int
-    logits_at: npt.NDArray[np.int64]
+    logits_at: LongArray
+    """Indices of the tokens (not positions) whose logits are wanted, in the order wanted."""
 
     @property
     def rows(self) -> int:
