@@ -67,7 +67,7 @@ class CacheConfig:
     )
     cold_group_wait: bool = _flag(
         True,
-        "A request waits for a running one that is computing its prefix (backends that share it early).",
+        "Wait for a running request that computes the same prefix, where the backend allows.",
     )
 
     def problems(self) -> list[str]:
@@ -109,8 +109,9 @@ class FuzzyConfig:
             found.append(f"--fuzzy-sink-tokens counts tokens, so not {self.fuzzy_sink_tokens}")
         if self.fuzzy_min_span < 2 * self.fuzzy_stride - 1:
             found.append(
-                f"--fuzzy-min-span {self.fuzzy_min_span} is below what --fuzzy-stride {self.fuzzy_stride} is sure "
-                f"to find (2 x stride - 1 = {2 * self.fuzzy_stride - 1}): raise the one or lower the other"
+                f"--fuzzy-min-span {self.fuzzy_min_span} is below 2 x --fuzzy-stride - 1 = "
+                f"{2 * self.fuzzy_stride - 1}, the shortest run that is sure to be found: "
+                "raise the one or lower the other"
             )
         return found
 

@@ -51,4 +51,4 @@ class EngineDeadError(KvweaveError):
 
 
 class IntegrityError(KvweaveError):
-    """The accounting of pages, locks or counters does not add up: a bug in kvweave, never a user's."""
+    """Pages, locks or counters do not add up: a bug in kvweave, never a user's."""

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def choices_of(source: Any) -> tuple[str, ...]:
-    """The values behind a field's `choices`: a tuple as it is, a registry's name looked up; () if free."""
+    """The values behind a field's `choices`: a tuple as it is, a registry's by its name."""
     if source is None:
         return ()
     if isinstance(source, str):

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out. Plain data: the server, scripts and benches share it."""
+"""What goes into an engine and what comes out: plain data for servers, scripts and benches."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerLayout:
-    """One layer's KV: keys are (slots, num_kv_heads, key_dim), values (slots, num_kv_heads, value_dim).
+    """One layer's KV: keys (slots, num_kv_heads, key_dim), values (slots, num_kv_heads, value_dim).
 
     `window`: a query at position p sees positions above p - window only (None: all earlier ones).
-    `rotary` None means that keys cannot be moved to another position; `fixed_because` then says why,
-    as the end of a sentence that begins "its keys cannot be moved: ".
+    `rotary` None means that keys cannot be moved to another position; `fixed_because` says why, as
+    the end of a sentence that begins "its keys cannot be moved: ".
     """
 
     num_kv_heads: int

@@ -1,4 +1,4 @@
-"""Where keys and values live: one pair of tensors per layer, addressed by slots, written in place."""
+"""Where keys and values live: two tensors per layer, addressed by slots, written in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvweave.kv.layout import LayerLayout
 
 
 class KVTensors:
-    """Keys (slots, num_kv_heads, key_dim) and values (slots, num_kv_heads, value_dim) of every layer."""
+    """Every layer's keys (slots, num_kv_heads, key_dim) and values (.., value_dim)."""
 
     def __init__(
         self,

@@ -52,9 +52,9 @@ class RequestView:
 class Lease:
     """A request's claim on pages and on a place in the cache.
 
-    `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`. It is the only block table there is:
-    whoever needs page ids reads them here in the step that uses them, since publishing may replace
-    pages by canonical ones. Backends subclass it for what they must remember.
+    `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`. It is the only block table
+    there is: whoever needs page ids reads them here in the step that uses them, since publishing
+    may replace pages by canonical ones. Backends subclass it for what they must remember.
     """
 
     __slots__ = ("_buffer", "_length", "namespace", "plan", "priority", "published", "rid")
@@ -139,7 +139,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def match(self, view: RequestView) -> int:
-        """Tokens of exact prefix that `lease` would give now: full pages, at most len(tokens) - 1."""
+        """Tokens of exact prefix that `lease` would give: full pages, at most len(tokens) - 1."""
 
     @abstractmethod
     def lease(self, view: RequestView) -> Lease:
@@ -151,7 +151,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
-        """Keep the full pages of `tokens[:computed]`, whose KV is confirmed, up to what may be shared.
+        """Keep the full pages of `tokens[:computed]` (confirmed KV), as far as they may be shared.
 
         Pages that the cache already has converge: `lease.pages` then names the cache's, and the
         duplicates are dropped. Publishing the same progress twice changes nothing. `tokens` may be
@@ -164,7 +164,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def evict(self, pages: int) -> int:
-        """Free at least `pages` pages if unlocked ones suffice; returns how many became free."""
+        """Free at least `pages` pages if unlocked ones suffice; returns how many were freed."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -184,14 +184,14 @@ class PrefixCache(ABC):
         """Pages that `evict` could free now."""
 
     def promised(self, view: RequestView, matched: int) -> int:
-        """Tokens of `view`'s exact prefix that requests now computing will publish (0, or more than `matched`).
+        """Tokens of `view`'s exact prefix that requests now computing will publish.
 
-        A waiting request that is promised more than it can match waits for its producer.
+        0, or more than `matched`: then a waiting request had better wait for its producer.
         """
         return 0
 
     def grow(self, lease: Lease, tokens: int) -> bool:
-        """Give the lease pages for positions below `tokens`, evicting if need be; all or nothing."""
+        """Give the lease pages for positions below `tokens`, evicting if need be; all or none."""
         need = -(-tokens // self.page_size) - len(lease.pages)
         if need <= 0:
             return True
@@ -207,7 +207,7 @@ class PrefixCache(ABC):
         return True
 
     def record(self, lease: Lease) -> None:
-        """Count this request's hits; the scheduler calls it once per request, when first admitted."""
+        """Count this request's hits: the scheduler calls it once per request, at first admission."""
         counters, plan = self.counters, lease.plan
         counters.requests += 1
         counters.query_tokens += plan.length

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Pages kept: one 64-bit chained hash per page, the parent's hash (None at a root), all tokens."""
+    """Pages kept: a 64-bit chained hash each, the parent's (None at a root), all their tokens."""
 
     block_hashes: tuple[int, ...]
     parent_block_hash: int | None

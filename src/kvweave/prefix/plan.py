@@ -27,8 +27,8 @@ class Tier(str, Enum):
 class Span:
     """A run of recipient positions served from one donor run.
 
-    `donor` identifies the donor's path to people and logs (a request id, or a tree path's number);
-    nobody resolves KV through it. Positions are absolute, in the recipient's and the donor's prompt.
+    `donor` identifies the donor's path to people and logs (a request id, or a path's number); nobody
+    resolves KV through it. Positions are absolute, in the recipient's and the donor's prompt.
     """
 
     start: int
@@ -48,7 +48,7 @@ def _no_positions() -> IntArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Covers every position of `length` tokens once: `[0, exact)` from the tree, spans, the rest fresh.
+    """Covers every position once: `[0, exact)` from the tree, then spans, the rest fresh.
 
     `refresh` lists positions inside spans that are computed although donor KV exists. `compute` is
     everything that the forward pass has to run, in ascending order: the fresh and the refreshed.
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def served(self) -> int:
-        """Tokens that come from spans and are not refreshed (the exact prefix is not among them)."""
+        """Tokens that spans serve and nothing refreshes (the exact prefix is not among them)."""
         return self.length - self.exact - len(self.compute)
 
     @property
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def publishable(self) -> int:
-        """Positions below this one have exact KV, once computed; nothing from here on may be shared."""
+        """Positions below this one have exact KV once computed; none from here on may be shared."""
         return self.spans[0].start if self.spans else self.length
 
     def frontier(self, done: int) -> int:

@@ -1,9 +1,9 @@
 """The small interface behind which attention sits.
 
 A packed batch has no padding: its T tokens belong to R rows (requests), each row's tokens at any
-ascending positions. A query at position p of row r attends to positions [0, p] of r (or to the last
-`window` of them), whatever their source: the KV of all of them is in the pool by the time of the call,
-since each layer's fresh KV is written before its queries run.
+ascending positions. A query at position p of row r attends to positions [0, p] of r (or to the
+last `window` of them), whatever their source: the KV of all of them is in the pool by the time of
+the call, since each layer's fresh KV is written before its queries run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from kvweave.kv.tensors import KVTensors
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """Who attends to what, for one forward pass; the same for all layers. On the model's device.
+    """Who attends to what in one forward pass, all layers alike. On the model's device.
 
     positions: int64 (T). slots: int64 (T), where each token's own KV goes.
     query_start: int32 (R + 1); row r's tokens are [query_start[r], query_start[r + 1]).
-    pages: int32, all rows' block tables one after another; page_start: int32 (R + 1) into it.
-    A slot of row r at position p is pages[page_start[r] + p // page_size] * page_size + p % page_size.
+    pages: int32, all rows' block tables, one after another; page_start: int32 (R + 1) into it.
+    Position p of row r is in slot
+    pages[page_start[r] + p // page_size] * page_size + p % page_size.
     """
 
     positions: torch.Tensor
@@ -49,7 +50,7 @@ class LayerCall:
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over the pool. One instance per engine; buffers live as long as it does."""
+    """Computes attention over the pool. One per engine; its buffers live as long as it does."""
 
     name: ClassVar[str]
 
