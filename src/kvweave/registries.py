@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -26,4 +27,7 @@ def _providers() -> tuple[str, ...]:
     return provider_names()
 
 
-_REGISTRIES = {"prefix-cache-backends": _backends, "fuzzy-providers": _providers}
+_REGISTRIES: dict[str, Callable[[], tuple[str, ...]]] = {
+    "prefix-cache-backends": _backends,
+    "fuzzy-providers": _providers,
+}

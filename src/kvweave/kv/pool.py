@@ -47,7 +47,7 @@ class PagePool:
         return int(self._owners[page])
 
     def alloc(self, n: int) -> IntArray | None:
-        """Take `n` pages, owned by the caller once each; None, taking nothing, if too few are free."""
+        """Take `n` pages, each owned by the caller once; None (and none) if too few are free."""
         if n < 0:
             raise ValueError(f"cannot take {n} pages")
         if n > self._num_free:

