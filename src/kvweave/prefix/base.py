@@ -191,7 +191,7 @@ class PrefixCache(ABC):
         return 0
 
     def grow(self, lease: Lease, tokens: int) -> bool:
-        """Give pages for all positions below `tokens`, evicting if need be; all or nothing."""
+        """Give pages for positions below `tokens`, evicting if need be; all or nothing."""
         need = -(-tokens // self.page_size) - len(lease.pages)
         if need <= 0:
             return True
@@ -207,7 +207,7 @@ class PrefixCache(ABC):
         return True
 
     def record(self, lease: Lease) -> None:
-        """Count this request's hits; the scheduler calls it once, when first admitting it."""
+        """Count this request's hits; the scheduler calls it once, at first admission."""
         counters, plan = self.counters, lease.plan
         counters.requests += 1
         counters.query_tokens += plan.length
@@ -227,6 +227,6 @@ class PrefixCache(ABC):
         return []
 
     def check(self, leases: Iterable[Lease]) -> None:
-        """Prove that pages, owners and the backend's own structure add up, given all live leases."""
+        """Prove that pages, owners and the backend's structure add up, given all live leases."""
         self.check_structure()
         self.pool.check([*(lease.pages for lease in leases), *self.resident()])

@@ -28,7 +28,8 @@ class Span:
     """A run of recipient positions served from one donor run.
 
     `donor` identifies the donor's path to people and logs (a request id, or a path's number);
-    nobody resolves KV through it. Positions are absolute, in the recipient's and the donor's prompt.
+    nobody resolves KV through it. Positions are absolute: `start` in the recipient's prompt,
+    `donor_start` in the donor's.
     """
 
     start: int
