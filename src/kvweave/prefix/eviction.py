@@ -1,0 +1,71 @@
+"""Which cached pages go first.
+
+Every policy orders by a rank, and by recency within a rank. Ranks and recency only ever grow, which
+is what lets the queue below refresh its entries lazily.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Generic, TypeAlias, TypeVar
+
+Item = TypeVar("Item")
+Key: TypeAlias = tuple[int, int]
+"""Rank, then the logical time of the last use. Smaller goes first."""
+
+Rank: TypeAlias = Callable[[int, int], int]
+"""From hits and priority to a rank."""
+
+RANKS: dict[str, Rank] = {
+    "lru": lambda hits, priority: 0,
+    "lfu": lambda hits, priority: hits,
+    # Two segments: whatever was never hit goes before everything that was.
+    "slru": lambda hits, priority: min(hits, 1),
+    "priority": lambda hits, priority: priority,
+}
+
+
+class EvictionQueue(Generic[Item]):
+    """Candidates for eviction, smallest key first, at O(log n) for each push and pop.
+
+    An item has at most one entry, whose key may lag behind the item's own: `pop` puts such an item
+    back with its new key, and drops one that is no candidate any more. So nothing has to be told
+    when an item is used, locked or extended.
+    """
+
+    def __init__(self, key: Callable[[Item], Key], is_candidate: Callable[[Item], bool]) -> None:
+        self._key = key
+        self._is_candidate = is_candidate
+        self._heap: list[tuple[Key, int, Item]] = []
+        self._queued: set[Item] = set()
+        self._pushes = 0  # breaks ties: first in, first out
+
+    def push(self, item: Item) -> None:
+        """Consider `item`, now a candidate; harmless if it is queued already."""
+        if item not in self._queued:
+            self._queued.add(item)
+            self._pushes += 1
+            heapq.heappush(self._heap, (self._key(item), self._pushes, item))
+
+    def pop(self) -> Item | None:
+        """Take the candidate with the smallest key; None without one."""
+        while self._heap:
+            key, order, item = self._heap[0]
+            if not self._is_candidate(item):
+                heapq.heappop(self._heap)
+                self._queued.remove(item)
+            elif (now := self._key(item)) != key:
+                heapq.heapreplace(self._heap, (now, order, item))
+            else:
+                heapq.heappop(self._heap)
+                self._queued.remove(item)
+                return item
+        return None
+
+    def clear(self) -> None:
+        self._heap.clear()
+        self._queued.clear()
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._queued

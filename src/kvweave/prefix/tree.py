@@ -1,0 +1,294 @@
+"""A compressed radix tree over whole pages of tokens.
+
+A path from a root spells a prefix whose KV is cached. The tree knows which page lies where, who
+holds a path and what may go. It owns no pages: that is its cache's job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+from kvweave.errors import IntegrityError
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.base import Namespace
+from kvweave.prefix.eviction import RANKS, EvictionQueue, Key
+from kvweave.prefix.node import Node, Place, common_prefix, grown, shrunk, upwards
+
+
+class TreeObserver(Protocol):
+    """Is told where pages are, as they come, change nodes and go. Must not change the tree."""
+
+    def on_store(self, node: Node, first_page: int) -> None:
+        """`node.pages[first_page:]` are new."""
+
+    def on_split(self, upper: Node, lower: Node) -> None:
+        """`lower` gave its head to `upper`, a new node and now its parent."""
+
+    def on_remove(self, node: Node, first_page: int) -> None:
+        """`node.pages[first_page:]` are about to leave; with 0, so is the node."""
+
+    def on_reset(self) -> None:
+        """Everything is gone."""
+
+
+class RadixTree:
+    """Token runs to pages, one root per namespace. Tokens and pages are int32 arrays.
+
+    Whoever holds a path locks its last node, which locks everything above. Unlocked leaves are
+    evicted page by page, from the tail.
+    """
+
+    def __init__(self, page_size: int, eviction: str = "lru") -> None:
+        self.page_size = page_size
+        self.observers: list[TreeObserver] = []
+        self.cached_pages = 0
+        self.evictable_pages = 0
+        """Pages of unlocked nodes; below one of these, all nodes are unlocked."""
+        self._roots: dict[Namespace, Node] = {}
+        self._rank = RANKS[eviction]
+        self._queue: EvictionQueue[Node] = EvictionQueue(self._key, _is_evictable)
+        self._clock = 0
+        self._created = 0
+
+    # Looking up: nothing here changes anything.
+
+    def find(self, namespace: Namespace, tokens: IntArray) -> Place | None:
+        """The longest cached prefix of `tokens` in whole pages; None if the namespace is empty."""
+        root = self._roots.get(namespace)
+        return None if root is None else self.descend(root, tokens)
+
+    def descend(self, node: Node, tokens: IntArray) -> Place:
+        """Follow `tokens` from the end of `node` on, for as long as whole pages agree."""
+        size, at = self.page_size, 0
+        place = Place(node, len(node.pages))
+        while at + size <= len(tokens):
+            child = node.children.get(tokens[at : at + size].tobytes())
+            if child is None:
+                break
+            same = common_prefix(child.tokens, tokens[at:]) // size
+            place = Place(child, same)
+            if same < len(child.pages):
+                break
+            node, at = child, at + same * size
+        return place
+
+    def length(self, place: Place) -> int:
+        """Tokens from the root to `place`."""
+        return place.node.start + place.pages * self.page_size
+
+    def path_pages(self, node: Node) -> IntArray:
+        """All pages from the root to the end of `node`."""
+        runs = [at.pages for at in upwards(node)]
+        return np.concatenate(runs[::-1])
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents before children."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # Holding.
+
+    def root(self, namespace: Namespace) -> Node:
+        """The namespace's root, made if need be; it lasts while it is locked or has children."""
+        root = self._roots.get(namespace)
+        if root is None:
+            none = np.empty(0, np.int32)
+            root = self._roots[namespace] = Node(namespace, None, none, none, self._next_order())
+        return root
+
+    def cut(self, place: Place) -> Node:
+        """The node that ends exactly at `place`; splits one only where it has to.
+
+        The lower part keeps its identity, so that those who hold it need not know.
+        """
+        lower, pages = place
+        if pages == len(lower.pages):
+            return lower
+        parent, tokens = lower.parent, pages * self.page_size
+        assert parent is not None  # roots have no pages to split
+        upper = Node(
+            lower.namespace,
+            parent,
+            lower.tokens[:tokens].copy(),
+            lower.pages[:pages].copy(),
+            self._next_order(),
+        )
+        upper.locks, upper.hits = lower.locks, lower.hits
+        upper.priority, upper.last_used = lower.priority, lower.last_used
+        parent.children[self._edge(upper)] = upper
+        lower.parent, lower.start = upper, upper.end
+        lower.tokens, lower.pages = lower.tokens[tokens:].copy(), lower.pages[pages:].copy()
+        upper.children[self._edge(lower)] = lower
+        for observer in self.observers:
+            observer.on_split(upper, lower)
+        return upper
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` and everything above it, all their pages, until `unlock`."""
+        for at in upwards(node):
+            if not at.locks:
+                self.evictable_pages -= len(at.pages)
+            at.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock` of `node`."""
+        if node.locks < 1:
+            raise IntegrityError("a path was unlocked that nobody holds")
+        for at in upwards(node):
+            at.locks -= 1
+            if not at.locks:
+                self.evictable_pages += len(at.pages)
+        self._tidy(node)
+
+    def touch(self, node: Node, priority: int = 0, hits: int = 0) -> None:
+        """The path to `node` was used just now, and hit `hits` times."""
+        self._clock += 1
+        for at in upwards(node):
+            at.last_used = self._clock
+            at.priority = max(at.priority, priority)
+            at.hits += hits
+
+    # Changing.
+
+    def extend(
+        self, node: Node, tokens: IntArray, pages: IntArray, priority: int = 0
+    ) -> tuple[Node, IntArray]:
+        """Continue the path to `node` by `tokens`, whose KV is in `pages`.
+
+        The caller has locked `node`; the lock moves to the node returned, where the longer path
+        ends. Where the tree has a head of these tokens already, it stays as it is: its pages come
+        back too, and that many at the head of `pages` were not taken.
+        """
+        self._clock += 1
+        place = self.descend(node, tokens)
+        last = self.cut(place)
+        known = (last.end - node.end) // self.page_size
+        walked = list(upwards(last, until=node))
+        for at in walked:  # downwards from a locked node, so what is above is locked already
+            if not at.locks:
+                self.evictable_pages -= len(at.pages)
+            at.locks += 1
+            at.last_used = self._clock
+            at.priority = max(at.priority, priority)
+        runs = [at.pages for at in reversed(walked)]
+        held = np.concatenate(runs) if runs else np.empty(0, np.int32)
+        if known < len(pages):
+            last = self._append(last, tokens[known * self.page_size :], pages[known:], priority)
+        return last, held
+
+    def trim(self, node: Node, keep: int) -> None:
+        """Forget all but the first `keep` pages of `node`, an unlocked leaf."""
+        if not _is_evictable(node):
+            raise IntegrityError("pages were taken from a path that is held or goes on")
+        for observer in self.observers:
+            observer.on_remove(node, keep)
+        lost = len(node.pages) - keep
+        self.cached_pages -= lost
+        self.evictable_pages -= lost
+        if keep:
+            node.tokens = shrunk(node.tokens, keep * self.page_size)
+            node.pages = shrunk(node.pages, keep)
+            self._tidy(node)
+            return
+        parent = node.parent
+        assert parent is not None  # a root has no pages and is never evictable
+        del parent.children[self._edge(node)]
+        node.pages = node.pages[:0]  # no candidate for eviction any more
+        self._tidy(parent)
+
+    def evict(self, pages: int) -> list[IntArray]:
+        """Forget `pages` pages, or all that are unlocked; returns which."""
+        gone: list[IntArray] = []
+        while pages > 0 and (leaf := self._queue.pop()) is not None:
+            keep = max(0, len(leaf.pages) - pages)
+            gone.append(leaf.pages[keep:].copy())
+            pages -= len(gone[-1])
+            self.trim(leaf, keep)
+        return gone
+
+    def reset(self) -> None:
+        """Forget everything; IntegrityError if anything is locked."""
+        if any(root.locks for root in self._roots.values()):
+            raise IntegrityError("the cache cannot be cleared while requests hold parts of it")
+        self._roots.clear()
+        self._queue.clear()
+        self.cached_pages = self.evictable_pages = 0
+        for observer in self.observers:
+            observer.on_reset()
+
+    def _append(self, node: Node, tokens: IntArray, pages: IntArray, priority: int) -> Node:
+        """Put new pages behind `node`, which the caller has locked; no child begins like them."""
+        first = 0
+        if node.locks == 1 and not node.children and not node.hits and node.parent is not None:
+            # Nobody else ends here and nobody hit it: the run just grows, as it does in decoding.
+            first = len(node.pages)
+            node.tokens = grown(node.tokens, tokens)
+            node.pages = grown(node.pages, pages)
+        else:
+            parent = node
+            node = Node(parent.namespace, parent, tokens.copy(), pages.copy(), self._next_order())
+            node.locks = 1
+            parent.children[self._edge(node)] = node
+        node.last_used = self._clock
+        node.priority = max(node.priority, priority)
+        self.cached_pages += len(pages)
+        for observer in self.observers:
+            observer.on_store(node, first)
+        return node
+
+    def _tidy(self, node: Node) -> None:
+        """Queue `node` for eviction if it is an unlocked leaf; drop it if it is an unused root."""
+        if _is_evictable(node):
+            self._queue.push(node)
+        elif node.parent is None and not node.locks and not node.children:
+            del self._roots[node.namespace]
+
+    def _edge(self, node: Node) -> bytes:
+        return node.tokens[: self.page_size].tobytes()
+
+    def _key(self, node: Node) -> Key:
+        return self._rank(node.hits, node.priority), node.last_used
+
+    def _next_order(self) -> int:
+        self._created += 1
+        return self._created
+
+    # Proving.
+
+    def check(self) -> None:
+        """Recompute sums and links from scratch; IntegrityError where they differ."""
+        cached = evictable = 0
+        for node in [*self._roots.values(), *self.nodes()]:
+            self._check_node(node)
+            cached += len(node.pages)
+            evictable += 0 if node.locks else len(node.pages)
+        if (cached, evictable) != (self.cached_pages, self.evictable_pages):
+            raise IntegrityError(
+                f"the tree counted {self.cached_pages} pages, {self.evictable_pages} evictable, "
+                f"but has {cached} and {evictable}"
+            )
+
+    def _check_node(self, node: Node) -> None:
+        problems = {
+            "lengths of its runs": len(node.tokens) != len(node.pages) * self.page_size,
+            "emptiness": (len(node.pages) == 0) != (node.parent is None),
+            "locks": node.locks < sum(child.locks for child in node.children.values()),
+            "children": any(
+                child.parent is not node or child.start != node.end or self._edge(child) != edge
+                for edge, child in node.children.items()
+            ),
+            "place in the queue": _is_evictable(node) and node not in self._queue,
+        }
+        wrong = [name for name, is_wrong in problems.items() if is_wrong]
+        if wrong:
+            raise IntegrityError(f"node {node.order} is wrong in {', '.join(wrong)}")
+
+
+def _is_evictable(node: Node) -> bool:
+    return not node.locks and not node.children and len(node.pages) > 0
