@@ -1,0 +1,1 @@
+"""Prompts with known overlap, built from real text and a seed, and an oracle of the overlap."""
