@@ -1,0 +1,202 @@
+"""A request and its answers, as the scheduler knows them: tokens, a lease, and how far it got."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvweave.engine.types import GenerateRequest
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.base import Lease, Namespace, RequestView
+from kvweave.prefix.plan import Plan
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class RequestGroup:
+    """The `n` answers to one request, which share its prompt and its accounting."""
+
+    __slots__ = (
+        "admitted",
+        "cached_tokens",
+        "moved_tokens",
+        "namespace",
+        "prompt_computed",
+        "refreshed_tokens",
+        "request",
+        "running",
+        "sequences",
+    )
+
+    def __init__(self, request: GenerateRequest, namespace: Namespace) -> None:
+        self.request = request
+        self.namespace = namespace
+        self.sequences: list[Sequence] = []
+        self.running = 0
+        """How many of `sequences` hold a lease."""
+        self.prompt_computed = False
+        """Some answer's prompt has been computed to its end."""
+        self.admitted = False
+        self.cached_tokens = self.moved_tokens = self.refreshed_tokens = 0
+
+    def count_reuse(self, plan: Plan) -> None:
+        """Remember what the first admission reused; siblings and returns do not count again."""
+        self.admitted = True
+        self.cached_tokens = plan.exact
+        self.moved_tokens = plan.served
+        self.refreshed_tokens = len(plan.refresh)
+
+
+class Sequence:
+    """One answer in the making.
+
+    `limit` is the length, prompt included, at which it ends. What there is to compute is
+    `plan.compute`, then every position after the plan's; `done` counts how many of those have run.
+    `arrival` is unique and ascending, and survives preemption: it decides who goes first.
+    """
+
+    __slots__ = (
+        "_tokens",
+        "_view",
+        "arrival",
+        "best_match",
+        "done",
+        "due",
+        "group",
+        "index",
+        "last_step",
+        "lease",
+        "length",
+        "limit",
+        "prompt_length",
+        "scored",
+        "stalled",
+        "status",
+        "surplus_needed",
+    )
+
+    def __init__(
+        self, group: RequestGroup, index: int, arrival: int, prompt: IntArray, limit: int
+    ) -> None:
+        self.group = group
+        self.index = index
+        self.arrival = arrival
+        self.limit = limit
+        self.prompt_length = self.length = len(prompt)
+        self._tokens = np.empty(len(prompt) + min(max(limit - len(prompt), 0), 64), np.int32)
+        self._tokens[: len(prompt)] = prompt
+        self._view: RequestView | None = None
+        self.status = Status.WAITING
+        self.lease: Lease | None = None
+        self.done = 0
+        self.scored = 0
+        """Prompt tokens whose log probabilities are known, when they are wanted."""
+        self.last_step = 0
+        """The number of the step that ran it last."""
+        self.due: int | None = None
+        """For the waiting queue: the count of admissions from which it has waited too long."""
+        self.stalled = self.best_match = self.surplus_needed = 0  # for admission
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Ascending: the first of all sequences runs first and is preempted last."""
+        return (-self.group.request.priority, self.arrival)
+
+    @property
+    def tokens(self) -> IntArray:
+        """Prompt and output so far, int32; a view."""
+        return self._tokens[: self.length]
+
+    @property
+    def generated(self) -> int:
+        return self.length - self.prompt_length
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of prompt tokens are still to be found."""
+        wanted = self.group.request.sampling.prompt_logprobs is not None
+        return wanted and self.index == 0 and self.scored < self.prompt_length - 1
+
+    def append(self, token: int) -> None:
+        """Add a sampled token, whose KV is not there yet."""
+        if self.length == len(self._tokens):
+            grown = np.empty(2 * self.length, np.int32)
+            grown[: self.length] = self._tokens
+            self._tokens = grown
+        self._tokens[self.length] = token
+        self.length += 1
+        self._view = None
+
+    def view(self) -> RequestView:
+        """What the cache may know; stable for as long as no token is added."""
+        if self._view is None:
+            request = self.group.request
+            self._view = RequestView(
+                rid=request.rid,
+                tokens=self.tokens,
+                namespace=self.group.namespace,
+                priority=request.priority,
+                # A prompt token's log probability comes out of computing the token before it.
+                max_exact=self.scored if self.scores_prompt else None,
+                fuzzy=request.fuzzy and not self.scores_prompt,
+            )
+        return self._view
+
+    def start(self, lease: Lease) -> None:
+        self.lease = lease
+        self.done = 0
+        self.status = Status.RUNNING
+        self.group.running += 1
+
+    def stop(self, status: Status) -> None:
+        """Forget the lease, which somebody has released."""
+        if self.status is Status.RUNNING:
+            self.group.running -= 1
+        self.lease = None
+        self.status = status
+        self._view = None
+
+    @property
+    def plan(self) -> Plan:
+        assert self.lease is not None, "only running sequences have a plan"
+        return self.lease.plan
+
+    @property
+    def decoding(self) -> bool:
+        """The plan has run to its end: what remains is one sampled token at a time."""
+        return self.done >= len(self.plan.compute)
+
+    @property
+    def remaining(self) -> int:
+        """Positions to compute before the next token can be sampled."""
+        plan = self.plan
+        return len(plan.compute) + self.length - plan.length - self.done
+
+    @property
+    def frontier(self) -> int:
+        """All positions below have KV."""
+        plan = self.plan
+        beyond = self.done - len(plan.compute)
+        return plan.length + beyond if beyond > 0 else plan.frontier(self.done)
+
+    def last_position(self, count: int) -> int:
+        """The highest of the next `count` positions."""
+        plan = self.plan
+        last = self.done + count - 1
+        if last < len(plan.compute):
+            return int(plan.compute[last])
+        return plan.length + last - len(plan.compute)
+
+    def next_positions(self, count: int) -> npt.NDArray[np.int32]:
+        """The next `count` positions to compute, ascending."""
+        plan = self.plan
+        if self.done < len(plan.compute):
+            return plan.compute[self.done : self.done + count]
+        first = plan.length + self.done - len(plan.compute)
+        return np.arange(first, first + count, dtype=np.int32)

@@ -1,0 +1,236 @@
+"""Which tokens are computed next: continuous batching over plans and leases.
+
+Every step is a packed mix of decodes, one token each, and chunks of prompts under one budget of
+tokens. The scheduler knows what a plan leaves to compute and when to publish; it never knows what
+remembers KV, nor how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvweave.config import SchedulerConfig
+from kvweave.engine.admission import Admission
+from kvweave.engine.request import Sequence, Status
+from kvweave.engine.waiting import WaitingQueue
+from kvweave.errors import IntegrityError, RequestError
+from kvweave.prefix.base import PrefixCache
+
+SCORED_CHUNK = 128
+"""Longest chunk of a prompt whose log probabilities are wanted: every token needs its logits."""
+
+
+@dataclass(slots=True)
+class Row:
+    """The next `count` positions of `sequence`, computed in one forward pass."""
+
+    sequence: Sequence
+    count: int
+    prefill: bool
+    """Part of a plan; else a decode, which is one sampled token."""
+    completes: bool
+    """Nothing remains to compute afterwards: the next token can be sampled."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step runs (decodes first), and what happened while it was planned."""
+
+    number: int
+    rows: list[Row] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    """Ended already, each by an error of its own."""
+    preempted: int = 0
+
+
+class Scheduler:
+    """Owns the waiting and the running sequences.
+
+    The order among sequences is total (priority, then arrival), the victim of a preemption is
+    always the last in it, the asking one included, and a preempted one keeps its place. So the
+    first of all never loses its pages, finishes, and hands the place on: two sequences never evict
+    each other for ever.
+    """
+
+    def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
+        self.waiting = WaitingQueue("lpm" if config.schedule_policy == "lpm" else "fcfs")
+        self.running: list[Sequence] = []
+        self._cache = cache
+        self._config = config
+        self._admission = Admission(cache)
+        self._step = Step(0)
+        self._budget = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.add(sequence)
+
+    def schedule(self) -> Step:
+        """Decide what the next step computes. Pages for it are taken; nothing else has changed."""
+        self._step = Step(self._step.number + 1)
+        self._budget = self._config.chunked_prefill_size
+        self._admission.stepped()
+        self._continue_running()
+        self._admit()
+        return self._step
+
+    def commit(self, row: Row) -> None:
+        """The row's KV is computed: progress counts, and full pages are published."""
+        sequence = row.sequence
+        lease = sequence.lease
+        assert lease is not None
+        sequence.done += row.count
+        if sequence.decoding:
+            sequence.group.prompt_computed = True
+        frontier = sequence.frontier
+        shareable = min(frontier, lease.plan.publishable) if lease.plan.approximate else frontier
+        # Most decodes do not complete a page: they cost a comparison here, not a call.
+        if shareable // self._cache.page_size * self._cache.page_size > lease.published:
+            self._cache.publish(lease, sequence.tokens, computed=frontier)
+
+    def end(self, sequence: Sequence) -> None:
+        """Take the sequence out, wherever it is, and give its pages back. Twice is harmless."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        self._release(sequence, Status.FINISHED)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All that are alive."""
+        yield from self.running
+        yield from self.waiting
+
+    def check(self) -> None:
+        """Prove that pages, owners and queues add up; IntegrityError if not."""
+        for sequence in self.running:
+            if sequence.status is not Status.RUNNING or sequence.lease is None:
+                raise IntegrityError(f"{sequence.group.request.rid} runs without a lease")
+        for sequence in self.waiting:
+            if sequence.status is not Status.WAITING or sequence.lease is not None:
+                raise IntegrityError(f"{sequence.group.request.rid} waits, but holds a lease")
+        alive = list(self.sequences())
+        if len({id(sequence) for sequence in alive}) != len(alive):
+            raise IntegrityError("a sequence is queued twice")
+        self._cache.check([s.lease for s in self.running if s.lease is not None])
+
+    def _continue_running(self) -> None:
+        decodes = [sequence for sequence in self.running if sequence.decoding]
+        if len(decodes) > self._budget:
+            decodes.sort(key=lambda sequence: (sequence.last_step, sequence.rank))
+        prefills = [sequence for sequence in self.running if not sequence.decoding]
+        prefills.sort(key=lambda sequence: sequence.rank)
+        for sequence in (*decodes, *prefills):
+            if self._budget == 0:
+                return
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted a moment ago, for one before it
+            try:
+                count = self._chunk(sequence)
+                if self._make_room(sequence, count):
+                    self._run(sequence, count)
+            except Exception as error:
+                self._fail(sequence, error)
+
+    def _admit(self) -> None:
+        for sequence, matched in self.waiting.candidates(self._match):
+            if self._budget == 0 or len(self.running) >= self._config.max_running_requests:
+                return
+            try:
+                if self._admission.awaits_producer(sequence, matched):
+                    continue  # others may pass
+                if not self._start(sequence, matched):
+                    return  # nobody passes for being smaller: the large would starve
+            except Exception as error:
+                self._fail(sequence, error)
+
+    def _start(self, sequence: Sequence, matched: int) -> bool:
+        """Lease and run the first chunk; False, and nothing has changed, for lack of room."""
+        alone = not self.running  # then everything that is cached can be evicted
+        if not alone and not self._admission.may_fit(sequence, matched, self.running):
+            return False
+        lease = self._cache.lease(sequence.view())
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.start(lease)
+        count = self._chunk(sequence)
+        lacking = 0 if alone else self._admission.lacking(sequence, self.running)
+        if lacking > 0 or not self._cache.grow(lease, sequence.last_position(count) + 1):
+            if alone:
+                raise _too_small(self._cache)
+            self._requeue(sequence)
+            self._admission.refused(sequence, matched, self.running, max(lacking, 1))
+            return False
+        if not sequence.group.admitted:
+            sequence.group.count_reuse(lease.plan)
+            self._cache.record(lease)
+        self.waiting.admissions += 1
+        self._step.admitted.append(sequence)
+        self._run(sequence, count)
+        return True
+
+    def _match(self, sequence: Sequence) -> int:
+        try:
+            return self._cache.match(sequence.view())
+        except Exception:
+            return 0  # an order of admission needs a number; leasing meets the same fault again
+
+    def _chunk(self, sequence: Sequence) -> int:
+        count = min(sequence.remaining, self._budget)
+        return min(count, SCORED_CHUNK) if sequence.scores_prompt else count
+
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Pages for the next `count` positions, whoever must go; False if that is the asker."""
+        assert sequence.lease is not None
+        while not self._cache.grow(sequence.lease, sequence.last_position(count) + 1):
+            victim = max(self.running, key=lambda other: other.rank)
+            if len(self.running) == 1:
+                raise _too_small(self._cache)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _run(self, sequence: Sequence, count: int) -> None:
+        sequence.last_step = self._step.number
+        row = Row(sequence, count, not sequence.decoding, sequence.remaining == count)
+        self._step.rows.append(row)
+        self._budget -= count
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Take the victim's pages; it computes prompt and output again when there is room."""
+        self._drop_row(victim)
+        self._requeue(victim)
+        self._admission.preempted()
+        self._step.preempted += 1
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence, Status.WAITING)
+        self.waiting.add(sequence)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        self._drop_row(sequence)
+        self.end(sequence)
+        self._step.failed.append((sequence, error))
+
+    def _drop_row(self, sequence: Sequence) -> None:
+        for at, row in enumerate(self._step.rows):
+            if row.sequence is sequence:
+                self._budget += row.count
+                del self._step.rows[at]
+                return
+
+    def _release(self, sequence: Sequence, status: Status) -> None:
+        lease = sequence.lease
+        sequence.stop(status)
+        if lease is not None:
+            self._cache.release(lease)
+
+
+def _too_small(cache: PrefixCache) -> RequestError:
+    slots = cache.pool.num_pages * cache.page_size
+    return RequestError(
+        f"the KV pool of {slots} tokens is too small for this request, even alone", status=503
+    )
