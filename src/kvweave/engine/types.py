@@ -158,3 +158,40 @@ class Completion:
     plan: tuple[Span, ...] = ()
     first_token_seconds: float | None = None
     """From submission to the first token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """An engine's gauges at one moment, and its counters since start."""
+
+    running: int = 0
+    """Answers that hold pages."""
+    waiting: int = 0
+    """Answers that wait for their first step, or to be resumed."""
+    total_tokens: int = 0
+    """Slots in the pool; the next four count slots too."""
+    free_tokens: int = 0
+    used_tokens: int = 0
+    """In pages that a running request owns, or that the cache keeps and cannot evict now."""
+    cached_tokens: int = 0
+    """In pages that the cache keeps, used or not."""
+    evictable_tokens: int = 0
+
+    requests: int = 0
+    """Requests accepted."""
+    finished: int = 0
+    """Answers that ended by themselves: by a stop or by length."""
+    aborted: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    """Of requests that were admitted, each once; `hit_tokens` are among them."""
+    hit_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Prompt tokens that were served instead of computed, by tier."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed, those that a preemption made necessary again included."""
+    generated_tokens: int = 0
+    preemptions: int = 0
+    evicted_tokens: int = 0
+    steps: int = 0
+    prefill_steps: int = 0
+    """Steps that computed prompt tokens, alone or beside decodes."""
