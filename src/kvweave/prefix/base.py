@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvweave.config import FuzzyConfig
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.events import KVEvent
 from kvweave.prefix.plan import Plan
@@ -96,11 +97,15 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """What backends can be told. `eviction` is lru, lfu, slru or priority."""
+    """What backends can be told. `eviction` is lru, lfu, slru or priority.
+
+    `fuzzy` is for the backends that reuse more than exact prefixes.
+    """
 
     eviction: str = "lru"
     events: bool = False
     wait_for_producers: bool = True
+    fuzzy: FuzzyConfig | None = None
 
 
 @dataclass(slots=True)
@@ -183,6 +188,11 @@ class PrefixCache(ABC):
     def evictable_pages(self) -> int:
         """Pages that `evict` could free now."""
 
+    @property
+    @abstractmethod
+    def cached_pages(self) -> int:
+        """Pages that the cache itself owns."""
+
     def promised(self, view: RequestView, matched: int) -> int:
         """Tokens of `view`'s exact prefix that requests now computing will publish.
 
@@ -219,7 +229,7 @@ class PrefixCache(ABC):
     def stats(self) -> CacheStats:
         """Counters and gauges, as of now."""
         self.counters.evictable_pages = self.evictable_pages
-        self.counters.cached_pages = sum(len(pages) for pages in self.resident())
+        self.counters.cached_pages = self.cached_pages
         return self.counters
 
     def take_events(self) -> list[KVEvent]:
@@ -230,3 +240,29 @@ class PrefixCache(ABC):
         """Prove that pages, owners and the backend's structure add up, given all live leases."""
         self.check_structure()
         self.pool.check([*(lease.pages for lease in leases), *self.resident()])
+
+    # For backends.
+
+    def _servable(self, view: RequestView) -> int:
+        """Most tokens that a match may cover: whole pages, not the last token, `max_exact`."""
+        limit = len(view.tokens) - 1
+        if view.max_exact is not None:
+            limit = min(limit, view.max_exact)
+        return max(0, limit) // self.page_size * self.page_size
+
+    def _shareable(self, lease: Lease, computed: int) -> int:
+        """How many of `computed` tokens others may see: whole pages, nothing approximate."""
+        plan = lease.plan
+        if plan.approximate:
+            computed = min(computed, plan.publishable)
+        return computed // self.page_size * self.page_size
+
+    def _converge(self, lease: Lease, first: int, canonical: IntArray) -> None:
+        """Swap the lease's pages from index `first` on for the cache's, which hold the same."""
+        if not len(canonical):
+            return
+        duplicates = lease.pages[first : first + len(canonical)].copy()
+        self.pool.share(canonical)
+        lease.replace(first, canonical)
+        self.pool.drop(duplicates)
+        self.counters.converged_pages += len(canonical)

@@ -85,8 +85,8 @@ class RadixTree:
         return np.concatenate(runs[::-1])
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents before children."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+        """Every node, roots included, parents before children."""
+        stack = list(self._roots.values())
         while stack:
             node = stack.pop()
             yield node
@@ -264,7 +264,7 @@ class RadixTree:
     def check(self) -> None:
         """Recompute sums and links from scratch; IntegrityError where they differ."""
         cached = evictable = 0
-        for node in [*self._roots.values(), *self.nodes()]:
+        for node in self.nodes():
             self._check_node(node)
             cached += len(node.pages)
             evictable += 0 if node.locks else len(node.pages)

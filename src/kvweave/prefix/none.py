@@ -1,0 +1,50 @@
+"""No cache: every request computes everything. The reference that the others must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvweave.errors import IntegrityError
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.base import Lease, PrefixCache, RequestView
+from kvweave.prefix.plan import Plan
+
+
+class NoCache(PrefixCache):
+    name = "none"
+
+    def match(self, view: RequestView) -> int:
+        return 0
+
+    def lease(self, view: RequestView) -> Lease:
+        return Lease(view, Plan(len(view.tokens)), np.empty(0, np.int32))
+
+    def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
+        pass
+
+    def release(self, lease: Lease) -> None:
+        self.pool.drop(lease.pages)
+        lease.clear()
+
+    def evict(self, pages: int) -> int:
+        return 0
+
+    def reset(self) -> None:
+        if self.pool.num_free < self.pool.num_pages:
+            raise IntegrityError("the cache cannot be cleared while requests hold pages")
+
+    def resident(self) -> Iterable[IntArray]:
+        return ()
+
+    def check_structure(self) -> None:
+        pass
+
+    @property
+    def evictable_pages(self) -> int:
+        return 0
+
+    @property
+    def cached_pages(self) -> int:
+        return 0
