@@ -1,0 +1,95 @@
+"""Where transformers' models meet kvweave: the attention function, and nothing else of a model.
+
+transformers lets a model's attention be any registered function. Ours is registered once under one
+name and hands each call to whatever the running thread has put in place with `attention`, so that
+several engines may share one model, each on its own thread. A name without a registered mask
+function makes transformers build no mask at all, which is what a packed batch needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvweave.errors import KvweaveError
+
+AttentionFunction: TypeAlias = Callable[..., tuple[torch.Tensor, None]]
+"""(module, query, key, value, mask, **options) -> (output, None), as transformers calls it.
+
+query (1, heads, T, key_dim), key and value (1, kv heads, T, dim), output (1, T, heads, value_dim).
+"""
+
+SERVING = "kvweave"
+PROBING = "kvweave-probe"
+"""Like SERVING, but each layer gets a mask: one number, see `described_window`."""
+
+UNKNOWN_MASK = -1
+_FAR = 1 << 20
+"""A position beyond every window and chunk that models use."""
+
+
+class _Here(threading.local):
+    function: AttentionFunction | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def attention(function: AttentionFunction) -> Iterator[None]:
+    """Let `function` compute attention in all of this thread's forward passes within the block."""
+    outer, _here.function = _here.function, function
+    try:
+        yield
+    finally:
+        _here.function = outer
+
+
+@contextmanager
+def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let `model` use another of transformers' attention implementations within the block."""
+    outer = model.config.get_text_config()._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(outer)
+
+
+def _attend(module: torch.nn.Module, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    if _here.function is None:
+        raise KvweaveError("a model that kvweave serves was run outside a forward pass of kvweave")
+    return _here.function(module, *args, **options)
+
+
+def _describe_mask(*, mask_function: Callable[..., Any], **_: Any) -> torch.Tensor:
+    """A mask for PROBING: one number that survives whatever slicing a model does to masks."""
+    return torch.full((1, 1, 1, 1), float(described_window(mask_function)))
+
+
+def described_window(visible: Callable[..., Any]) -> int:
+    """What transformers' mask function lets a query see.
+
+    0: all earlier positions. w > 0: the last w, itself included. UNKNOWN_MASK: anything else, such
+    as later positions, or chunks.
+    """
+    span = torch.arange(_FAR + 2)
+    zero = torch.zeros((), dtype=torch.long)
+    windows = set()
+    for at in (_FAR - 1, _FAR):
+        seen = torch.as_tensor(visible(zero, zero, torch.tensor(at), span)).expand(len(span))
+        window = int(seen.sum())
+        if window > at + 1 or not bool(seen[at - window + 1 : at + 1].all()):
+            return UNKNOWN_MASK
+        windows.add(0 if window == at + 1 else window)
+    return windows.pop() if len(windows) == 1 else UNKNOWN_MASK
+
+
+AttentionInterface.register(SERVING, _attend)
+AttentionInterface.register(PROBING, _attend)
+AttentionMaskInterface.register(PROBING, _describe_mask)
