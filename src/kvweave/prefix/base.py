@@ -90,6 +90,10 @@ class Lease:
         """For caches only: converge to canonical pages from index `first` on."""
         self._buffer[first : first + len(pages)] = pages
 
+    def truncate(self, length: int) -> None:
+        """For caches only: forget all but the first `length` pages."""
+        self._length = length
+
     def clear(self) -> None:
         """For caches only: the lease holds nothing any more."""
         self._length = 0
@@ -120,6 +124,8 @@ class CacheStats:
     evictable_pages: int = 0
     evicted_pages: int = 0
     converged_pages: int = 0
+    provider: dict[str, float] = field(default_factory=dict)
+    """What the provider of reuse beyond the prefix counts, by name; empty without one."""
 
 
 class PrefixCache(ABC):

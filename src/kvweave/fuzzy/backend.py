@@ -1,0 +1,140 @@
+"""The backend that reuses more than prefixes: a radix cache whose leases carry spans.
+
+What is approximate never spreads. A span's KV lies in pages that only its lease owns, and whatever
+is computed behind it depends on it: the lease publishes nothing from its first span on.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvweave.config import FuzzyConfig
+from kvweave.errors import UnsupportedModelError
+from kvweave.fuzzy.donors import DonorTree, slots_of
+from kvweave.fuzzy.guard import Guard
+from kvweave.fuzzy.planner import plan_spans
+from kvweave.fuzzy.provider import Candidate
+from kvweave.fuzzy.providers import create_provider
+from kvweave.kv.mover import KVMover, MoveRun
+from kvweave.kv.pool import IntArray, PagePool
+from kvweave.prefix.base import CacheOptions, CacheStats, Lease, RequestView
+from kvweave.prefix.plan import Plan, Span
+from kvweave.prefix.radix import RadixCache, RadixLease
+
+_log = logging.getLogger(__name__)
+
+
+class FuzzyCache(RadixCache):
+    """Serves the exact prefix as radix does, then spans that a provider finds in the tree.
+
+    Raises UnsupportedModelError when the model's KV cannot be moved.
+    """
+
+    name = "fuzzy_match"
+
+    def __init__(self, pool: PagePool, options: CacheOptions, mover: KVMover) -> None:
+        if mover.refusal is not None:
+            raise UnsupportedModelError(mover.refusal)
+        super().__init__(pool, options)
+        self._config = options.fuzzy or FuzzyConfig()
+        self._mover = mover
+        self._unmoved = 0
+        self._donors = DonorTree(self.tree, pool.num_pages)
+        provider = create_provider(self._config.fuzzy_provider, self._donors, self._config)
+        self._guard = Guard(
+            self._config.fuzzy_provider, provider, self._config.fuzzy_time_budget_ms
+        )
+        self._donors.listener = self._guard
+
+    def lease(self, view: RequestView) -> RadixLease:
+        lease = super().lease(view)
+        pieces = self._pieces(view, lease.plan.exact)
+        if pieces:
+            self._realize(lease, pieces)
+        return lease
+
+    def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
+        self._donors.publisher = lease.rid
+        super().publish(lease, tokens, computed)
+
+    def record(self, lease: Lease) -> None:
+        super().record(lease)
+        for span in lease.plan.spans:
+            node = self._donors.named(int(span.donor))
+            if node is not None:
+                self.tree.touch(node, lease.priority, hits=1)
+
+    def stats(self) -> CacheStats:
+        counters = super().stats()
+        counters.provider = {"failed_moves": self._unmoved, **self._guard.stats()}
+        return counters
+
+    def check_structure(self) -> None:
+        super().check_structure()
+        self._donors.check(self.tree)
+
+    def _pieces(self, view: RequestView, exact: int) -> list[Candidate]:
+        """What to serve beyond the exact prefix: verified, chosen and cut to size."""
+        config, length = self._config, len(view.tokens)
+        # A bound on the exact prefix asks for what lies behind it to be computed.
+        if not view.fuzzy or view.max_exact is not None or not config.fuzzy_max_share:
+            return []
+        if length - config.fuzzy_min_suffix - exact < config.fuzzy_min_span:
+            return []
+        runs = []
+        for claim in self._guard.match(view, exact):
+            run = self._verified(view, claim)
+            if run is None:
+                self._guard.refuse(claim)
+            else:
+                runs.append(run)
+        return plan_spans(runs, length, exact, config)
+
+    def _verified(self, view: RequestView, claim: Candidate) -> Candidate | None:
+        try:
+            return self._donors.verified(view, claim)
+        except Exception:  # it came from elsewhere, and may be anything
+            return None
+
+    def _realize(self, lease: RadixLease, pieces: list[Candidate]) -> None:
+        """Copy the donors' KV into pages of the lease's own; if that fails, it stays exact."""
+        nodes = [self._donors.node(piece.page) for piece in pieces]
+        donors = [node for node in nodes if node is not None]
+        for node in donors:
+            self.tree.lock(node)
+            self.tree.touch(node, lease.priority)
+        exact_pages = len(lease.pages)
+        try:
+            # Evicts others if need be; the donors are locked.
+            if self.grow(lease, pieces[-1].end) and not self._move(lease, pieces):
+                surplus = lease.pages[exact_pages:].copy()
+                lease.truncate(exact_pages)
+                self.pool.drop(surplus)
+        finally:
+            for node in donors:
+                self.tree.unlock(node)
+
+    def _move(self, lease: RadixLease, pieces: list[Candidate]) -> bool:
+        """Fill the lease's pages and let its plan say so; False, and no new plan, if that fails."""
+        size, spans, runs = self.page_size, [], []
+        for piece in pieces:
+            node = self._donors.node(piece.page)
+            assert node is not None  # locked
+            spans.append(Span(piece.start, piece.length, str(node.order), piece.donor_start))
+            runs.append(
+                MoveRun(
+                    sources=self._donors.slots(piece),
+                    targets=slots_of(lease.pages, size, piece.start, piece.end),
+                    delta=piece.start - piece.donor_start,
+                )
+            )
+        plan = Plan(lease.plan.length, lease.plan.exact, tuple(spans))
+        try:
+            self._mover.move(runs)
+        except Exception:
+            self._unmoved += 1
+            if self._unmoved == 1:
+                _log.exception("moving KV failed; requests go on with their exact prefix")
+            return False
+        lease.plan = plan
+        return True

@@ -1,0 +1,226 @@
+"""The live tree as the store of donors: from a page to its path, its tokens and its slots.
+
+There is no second store and no snapshot. A page that the tree holds is a donor, and one that it
+gave back is not; observing the tree keeps the map from pages to nodes right in between.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from kvweave.errors import IntegrityError
+from kvweave.fuzzy.provider import Candidate, PublishedRun
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.base import RequestView
+from kvweave.prefix.node import Node, common_prefix, upwards
+from kvweave.prefix.tree import RadixTree
+
+_CHILDREN_TRIED = 16
+"""Where a path forks and no child's whole first page agrees: how many are compared in part."""
+
+
+class DonorListener(Protocol):
+    """Whoever wants to know which donors come and go."""
+
+    def on_published(self, run: PublishedRun) -> None: ...
+
+    def on_evicted(self, pages: IntArray) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class DonorTree:
+    """Observes a radix tree and implements `Donors` on it."""
+
+    def __init__(self, tree: RadixTree, num_pages: int) -> None:
+        self.page_size = tree.page_size
+        self.num_pages = num_pages
+        self.listener: DonorListener | None = None
+        self.publisher = ""
+        """The request that publishes right now."""
+        self._nodes: dict[int, Node] = {}
+        """By their order, which is a unique number."""
+        self._order = np.full(num_pages, -1, np.int32)
+        self._depth = np.zeros(num_pages, np.int32)
+        """Pages above each page, on its path."""
+        tree.observers.append(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the map from pages to paths."""
+        return self._order.nbytes + self._depth.nbytes
+
+    # Looking up.
+
+    def node(self, page: int) -> Node | None:
+        """The node that holds `page` now."""
+        return self._nodes.get(int(self._order[page])) if 0 <= page < self.num_pages else None
+
+    def start(self, page: int) -> int:
+        return -1 if self.node(page) is None else int(self._depth[page]) * self.page_size
+
+    def tokens(self, page: int, first: int = 0) -> IntArray:
+        node = self.node(page)
+        if node is None:
+            return np.empty(0, np.int32)
+        end = self.start(page) + self.page_size
+        path = reversed(_covering(node, first))
+        runs = [at.tokens[max(0, first - at.start) : end - at.start] for at in path]
+        return np.concatenate(runs)
+
+    def named(self, order: int) -> Node | None:
+        """The node with this number, if it is still there."""
+        return self._nodes.get(order)
+
+    def slots(self, candidate: Candidate) -> IntArray:
+        """The slots of a verified candidate's donor run, in order: int32 (length)."""
+        node = self.node(candidate.page)
+        assert node is not None  # verified, and the tree has not changed since
+        path = _covering(node, candidate.donor_start)
+        pages = np.concatenate([at.pages for at in reversed(path)])
+        before = path[-1].start
+        return slots_of(
+            pages, self.page_size, candidate.donor_start - before, candidate.donor_end - before
+        )
+
+    # Comparing.
+
+    def run_around(
+        self, view: RequestView, position: int, page: int, donor_position: int
+    ) -> Candidate | None:
+        node = self.node(page)
+        if node is None or node.namespace != view.namespace:
+            return None
+        behind = self.start(page) + self.page_size
+        if not (0 <= position < len(view.tokens) and 0 <= donor_position < behind):
+            return None
+        while node.start > donor_position:
+            assert node.parent is not None  # the root starts at 0
+            node = node.parent
+        before = self._backward(node, donor_position + 1, view.tokens[: position + 1])
+        if not before:
+            return None
+        after, last = self._forward(node, donor_position + 1, view.tokens[position + 1 :])
+        donor_end = donor_position + 1 + after
+        return Candidate(
+            start=position + 1 - before,
+            length=before + after,
+            page=int(last.pages[(donor_end - 1 - last.start) // self.page_size]),
+            donor_start=donor_position + 1 - before,
+        )
+
+    def verified(self, view: RequestView, claim: Candidate) -> Candidate | None:
+        """The whole run around `claim` if every token that it claims is there; else None."""
+        if claim.length < 1:
+            return None
+        run = self.run_around(view, claim.end - 1, claim.page, claim.donor_end - 1)
+        return run if run is not None and run.start <= claim.start else None
+
+    def _backward(self, node: Node, end: int, tokens: IntArray) -> int:
+        """How many tokens before position `end` of the path are the last ones of `tokens`."""
+        equal = 0
+        for at in upwards(node):
+            run = at.tokens[: end - equal - at.start]
+            same = common_suffix(run, tokens[: len(tokens) - equal])
+            equal += same
+            if same < len(run):
+                break
+        return equal
+
+    def _forward(self, node: Node, begin: int, tokens: IntArray) -> tuple[int, Node]:
+        """How many of `tokens` follow position `begin` of the path, and the node of the last one.
+
+        The node is `node` itself if none does.
+        """
+        equal = common_prefix(node.tokens[begin - node.start :], tokens)
+        while begin + equal == node.end and equal < len(tokens):
+            child, same = self._best_child(node, tokens[equal:])
+            if child is None:
+                break
+            node, equal = child, equal + same
+        return equal, node
+
+    def _best_child(self, node: Node, tokens: IntArray) -> tuple[Node | None, int]:
+        """The child that goes on as `tokens` do for longest, and for how long."""
+        whole = node.children.get(tokens[: self.page_size].tobytes())
+        if whole is not None:
+            return whole, common_prefix(whole.tokens, tokens)
+        best, length = None, 0
+        newest_first = reversed(node.children.values())
+        for child, _ in zip(newest_first, range(_CHILDREN_TRIED), strict=False):
+            same = common_prefix(child.tokens[: self.page_size], tokens)
+            if same > length:
+                best, length = child, same
+        return best, length
+
+    # Observing.
+
+    def on_store(self, node: Node, first_page: int) -> None:
+        pages = node.pages[first_page:]
+        depth = node.start // self.page_size + first_page
+        self._nodes[node.order] = node
+        self._order[pages] = node.order
+        self._depth[pages] = np.arange(depth, depth + len(pages))
+        if self.listener is not None:
+            tokens = node.tokens[first_page * self.page_size :]
+            start = depth * self.page_size
+            run = PublishedRun(self.publisher, node.namespace, pages, start, tokens)
+            self.listener.on_published(run)
+
+    def on_split(self, upper: Node, lower: Node) -> None:
+        self._nodes[upper.order] = upper
+        self._order[upper.pages] = upper.order
+
+    def on_remove(self, node: Node, first_page: int) -> None:
+        pages = node.pages[first_page:]
+        self._order[pages] = -1
+        if not first_page:
+            del self._nodes[node.order]
+        if self.listener is not None:
+            self.listener.on_evicted(pages)
+
+    def on_reset(self) -> None:
+        self._nodes.clear()
+        self._order.fill(-1)
+        if self.listener is not None:
+            self.listener.clear()
+
+    # Proving.
+
+    def check(self, tree: RadixTree) -> None:
+        """Compare the map with the tree's own pages; IntegrityError where they differ."""
+        order = np.full(self.num_pages, -1, np.int32)
+        for node in tree.nodes():
+            depth = node.start // self.page_size
+            order[node.pages] = node.order
+            if not np.array_equal(
+                self._depth[node.pages], np.arange(depth, depth + len(node.pages))
+            ):
+                raise IntegrityError(f"pages of node {node.order} are taken for others of its path")
+        if not np.array_equal(order, self._order):
+            page = int(np.flatnonzero(order != self._order)[0])
+            raise IntegrityError(f"page {page} is not at node {self._order[page]}")
+
+
+def slots_of(pages: IntArray, page_size: int, begin: int, end: int) -> IntArray:
+    """The slots of positions `begin` to `end`, where `pages` holds positions from 0 on: int32."""
+    positions = np.arange(begin, end, dtype=np.int32)
+    return pages[positions // page_size] * np.int32(page_size) + positions % np.int32(page_size)
+
+
+def common_suffix(a: IntArray, b: IntArray) -> int:
+    """How many trailing tokens are equal."""
+    length = min(len(a), len(b))
+    return common_prefix(a[::-1][:length], b[::-1][:length])
+
+
+def _covering(node: Node, first: int) -> list[Node]:
+    """`node` and its ancestors, upwards, down to the one that holds position `first`."""
+    path = []
+    for at in upwards(node):
+        path.append(at)
+        if at.start <= first:
+            break
+    return path

@@ -1,0 +1,88 @@
+"""From runs that could be served to the ones that are: which, how much of each, or none.
+
+The runs are true (verified token by token), overlap each other, and may reach into places where
+nothing may be moved. What comes out never overlaps and covers as much as the rules allow, with as
+few seams as that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from kvweave.config import FuzzyConfig
+from kvweave.fuzzy.provider import Candidate
+
+
+def plan_spans(
+    runs: Iterable[Candidate], length: int, exact: int, config: FuzzyConfig
+) -> list[Candidate]:
+    """What to serve of a prompt of `length` tokens whose first `exact` are served already.
+
+    Ascending pieces of the given runs, each at least `fuzzy_min_span` long. Never among them: the
+    exact prefix, the prompt's first `fuzzy_sink_tokens` and last `fuzzy_min_suffix` tokens, and a
+    donor's first `fuzzy_sink_tokens`, since a model leans on the very first tokens of its context
+    and their KV is like no other (StreamingLLM, arXiv 2309.17453).
+    """
+    low = max(exact, config.fuzzy_sink_tokens)
+    high = length - config.fuzzy_min_suffix
+    usable = []
+    for run in runs:
+        start = max(run.start, low, run.start + config.fuzzy_sink_tokens - run.donor_start)
+        piece = _cut(run, start, min(run.end, high))
+        if piece.length >= config.fuzzy_min_span:
+            usable.append(piece)
+    pieces = _limited(
+        _cover(usable, config.fuzzy_min_span),
+        int(config.fuzzy_max_share * length),
+        config.fuzzy_min_span,
+    )
+    served = sum(piece.length for piece in pieces)
+    return pieces if served >= config.fuzzy_min_reuse_ratio * length else []
+
+
+def _cover(runs: list[Candidate], shortest: int) -> list[Candidate]:
+    """As few pieces as cover the union of `runs`: at every point, the run that reaches furthest.
+
+    A run that adds less than `shortest` tokens takes the rest from the piece before it if that can
+    spare them, and is left out if not.
+    """
+    runs = sorted(runs, key=lambda run: run.start)
+    pieces: list[Candidate] = []
+    reached, at = 0, 0
+    while at < len(runs):
+        reached = max(reached, runs[at].start)
+        furthest = runs[at]
+        while at < len(runs) and runs[at].start <= reached:
+            if runs[at].end > furthest.end:
+                furthest = runs[at]
+            at += 1
+        if furthest.end - reached < shortest and pieces and pieces[-1].end == reached:
+            lent = furthest.end - shortest
+            if furthest.end <= reached or lent - pieces[-1].start < shortest:
+                continue
+            pieces[-1] = _cut(pieces[-1], pieces[-1].start, lent)
+            reached = lent
+        pieces.append(_cut(furthest, reached, furthest.end))
+        reached = furthest.end
+    return pieces
+
+
+def _limited(pieces: list[Candidate], most: int, shortest: int) -> list[Candidate]:
+    """At most `most` tokens of `pieces`, the longest first."""
+    kept = []
+    for piece in sorted(pieces, key=lambda piece: -piece.length):
+        piece = _cut(piece, piece.start, min(piece.end, piece.start + most))
+        if piece.length >= shortest:
+            kept.append(piece)
+            most -= piece.length
+    return sorted(kept, key=lambda piece: piece.start)
+
+
+def _cut(run: Candidate, start: int, end: int) -> Candidate:
+    """The part of `run` that serves positions `start` to `end` of the prompt."""
+    if (start, end) == (run.start, run.end):
+        return run
+    return replace(
+        run, start=start, length=end - start, donor_start=run.donor_start + start - run.start
+    )

@@ -1,0 +1,123 @@
+"""The public interface for whoever nominates donors.
+
+A provider proposes, and the cache disposes: whatever `match` returns is compared with the live tree
+token by token, pinned and planned before a single slot is copied. So a provider may be wrong, late
+or out of date, and costs at most the reuse of the request it was asked for. What it may not do is
+block: Python cannot interrupt a call, so anything that can take long belongs on a provider's own
+thread. All calls come from the engine's thread.
+
+To add one, publish a factory (a subclass of `FuzzyMatchProvider` is one) under the entry point
+group `kvweave.fuzzy_providers`; docs/example_provider.py is a whole one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvweave.config import FuzzyConfig
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.base import Namespace, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """`length` prompt positions from `start` on might be served from a donor's KV.
+
+    `page` names the donor: a cached page that holds the donor run's last token, or lies behind it
+    on the same path. The way from a page up to its root is unique, so the page, and `donor_start`,
+    the run's position in its donor's own prompt, say where the KV is. Positions are absolute.
+    """
+
+    start: int
+    length: int
+    page: int
+    donor_start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def donor_end(self) -> int:
+        return self.donor_start + self.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishedRun:
+    """Pages that request `rid` has just computed exactly and handed to the cache.
+
+    `pages[i]` holds `tokens[i * page_size : (i + 1) * page_size]`, the first at position `start`.
+    Both arrays (int32) are only lent for the duration of the call.
+    """
+
+    rid: str
+    namespace: Namespace
+    pages: IntArray
+    start: int
+    tokens: IntArray
+
+
+class Donors(Protocol):
+    """What a provider can see of the live tree: all that is cached now, and nothing else."""
+
+    @property
+    def page_size(self) -> int:
+        """Slots per page."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages are numbered from 0 to below this, and numbers come back for other text."""
+
+    def start(self, page: int) -> int:
+        """The position of the page's first token on its path; -1 if it is not cached."""
+
+    def tokens(self, page: int, first: int = 0) -> IntArray:
+        """The path's tokens from position `first` to the end of `page`; empty if it is not cached.
+
+        int32, a copy.
+        """
+
+    def run_around(
+        self, view: RequestView, position: int, page: int, donor_position: int
+    ) -> Candidate | None:
+        """The longest run of equal tokens in which prompt and donor meet at the given positions.
+
+        Backward through the path's parents, forward through children where one goes on as the
+        prompt does. None if the tokens there differ, the page is not cached, or its namespace is
+        not the view's.
+        """
+
+
+class FuzzyMatchProvider(ABC):
+    """Nominates donors for text that is cached elsewhere than at the prompt's own prefix.
+
+    Made once per engine, with its view of the cache and the engine's settings.
+    """
+
+    def __init__(self, donors: Donors, config: FuzzyConfig) -> None:
+        self.donors = donors
+        self.config = config
+
+    @abstractmethod
+    def match(self, view: RequestView, exact: int) -> Iterable[Candidate]:
+        """Donor runs for a prompt whose first `exact` tokens are served already.
+
+        They may overlap each other and anything else, in any order; the planner chooses. Must not
+        keep `view.tokens` without copying it.
+        """
+
+    def on_published(self, run: PublishedRun) -> None:  # noqa: B027  (optional)
+        """New donors are cached. Requests served approximately never get here."""
+
+    def on_evicted(self, pages: IntArray) -> None:  # noqa: B027  (optional)
+        """These pages are no donors any more; their numbers will come back for other text."""
+
+    def clear(self) -> None:  # noqa: B027  (optional)
+        """Nothing is cached any more."""
+
+    def stats(self) -> Mapping[str, float]:
+        """Numbers worth watching, by name."""
+        return {}
