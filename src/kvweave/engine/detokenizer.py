@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+from kvweave.kv.pool import IntArray
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -12,13 +16,16 @@ _CONTEXT = 6
 _LONGEST_CHARACTER = 4
 """Bytes, and so at most tokens, of one character in UTF-8."""
 
+_PATIENCE = 2 * _LONGEST_CHARACTER
+"""Tokens in a row that may add no text before what is held back counts as broken."""
+
 
 class Detokenizer:
     """Text of one answer. Amortised O(1) decoded tokens per token added.
 
-    Works with any tokenizer whose `decode` is monotonic once its last characters are whole: only the
-    difference that a token makes to the decoded text of a short window is emitted. That keeps
-    spaces right where a token's text depends on its neighbours (SentencePiece), and characters
+    Works with any tokenizer whose `decode` only ever adds to its text once the last characters are
+    whole: what is emitted is the difference that a token makes to the text of a short window. So
+    spaces are right where a token's text depends on its neighbours (SentencePiece), and characters
     whole where they spread over tokens (byte-level BPE, byte fallback): while the window ends in
     replacement characters, those are held back. Bytes that can no longer become a character are
     emitted as replacement characters, as `decode` shows them.
@@ -27,7 +34,7 @@ class Detokenizer:
     def __init__(
         self,
         decode: Callable[[list[int]], str],
-        prompt: Sequence[int],
+        prompt: Sequence[int] | IntArray,
         skipped: Collection[int] = (),
     ) -> None:
         """`decode` shows special tokens as text; those in `skipped` are left out of the output."""
@@ -49,14 +56,14 @@ class Detokenizer:
         self._held += 1
         text = self._text()
         whole = text.rstrip(BROKEN)
-        if self._held > 2 * _LONGEST_CHARACTER and len(whole) < len(text):
-            whole = text[: 1 - _LONGEST_CHARACTER]  # too old to become a character any more
+        stuck = self._held > _PATIENCE
+        if stuck and len(whole) < len(text):
+            return self._give_up(text)
         added = whole[self._emitted :]
-        if not added:
-            return ""
-        self._emitted = len(whole)
-        self._held = 0
-        if len(whole) == len(text):
+        if added:
+            self._emitted = len(whole)
+            self._held = 0
+        if len(whole) == len(text) and (added or stuck):
             self._slide()
         return added
 
@@ -68,10 +75,35 @@ class Detokenizer:
         return added
 
     def _slide(self) -> None:
-        """Drop what is settled but for the last piece, which the next token's text may depend on."""
+        """Drop all but the last settled piece, on which the next token's text may depend."""
         self._window = self._window[self._settled :]
         self._settled = len(self._window)
         self._emitted = len(self._text())
+        self._held = 0
+
+    def _give_up(self, text: str) -> str:
+        """Emit broken bytes as such, but for those that may still be the start of a character."""
+        pending = _LONGEST_CHARACTER - 1
+        added = text[self._emitted : -pending]
+        self._window = self._window[-_PATIENCE:]
+        self._settled = len(self._window)
+        self._emitted = max(0, len(self._text()) - pending)
+        self._held = 0
+        return added
 
     def _text(self) -> str:
         return self._decode(self._window) if self._window else ""
+
+
+def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
+    """The decoding of a transformers tokenizer that shows every token and changes nothing."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # Rust, without the layers around it: several times faster
+        return partial(backend.decode, skip_special_tokens=False)
+    return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Ids that are no text: beginnings, ends, padding, roles."""
+    added = {token for token, known in tokenizer.added_tokens_decoder.items() if known.special}
+    return frozenset(added | set(tokenizer.all_special_ids))

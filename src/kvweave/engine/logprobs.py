@@ -21,12 +21,11 @@ def token_logprobs(
     most = min(max(counts, default=0), logprobs.shape[-1])
     best = logprobs.topk(most, dim=-1)
     ids, values = best.indices.tolist(), best.values.tolist()
-    return [
-        TokenLogprob(
-            token, own[row], tuple(zip(ids[row][:count], values[row][:count], strict=True))
-        )
-        for row, (token, count) in enumerate(zip(token_ids, counts, strict=True))
+    tops = [
+        tuple(zip(ids[row][:count], values[row][:count], strict=True))
+        for row, count in enumerate(counts)
     ]
+    return [TokenLogprob(*parts) for parts in zip(token_ids, own, tops, strict=True)]
 
 
 def prompt_logprobs(

@@ -33,7 +33,7 @@ class RowLogits:
     """Which of a forward pass's logits belong to one row.
 
     Logits `[first, first + len(scored))` predict the prompt tokens at the positions `scored` + 1;
-    the one behind them, if the row completes, is what the next token is sampled from.
+    the one behind them, if a token is to be sampled, is what it is sampled from.
     """
 
     row: Row
@@ -42,7 +42,7 @@ class RowLogits:
 
     @property
     def sampled(self) -> int | None:
-        return self.first + len(self.scored) if self.row.completes else None
+        return self.first + len(self.scored) if _samples(self.row) else None
 
 
 class Packer:
@@ -123,10 +123,14 @@ def _logits(rows: Rows[Row], query_start: IntArray) -> tuple[LongArray, list[Row
             inside = np.flatnonzero((at >= sequence.scored) & (at < sequence.prompt_length - 1))
             scored = at[inside]
             indices.extend((inside + int(query_start[r])).tolist())
-        if row.completes:
+        if _samples(row):
             indices.append(int(query_start[r + 1]) - 1)
         wanted.append(RowLogits(row, first, scored))
     return np.array(indices, np.int64), wanted
+
+
+def _samples(row: Row) -> bool:
+    return row.completes and row.sequence.length < row.sequence.limit
 
 
 _NONE = np.zeros(0, np.int32)

@@ -74,6 +74,7 @@ class Sequence:
         "lease",
         "length",
         "limit",
+        "offered",
         "prompt_length",
         "scored",
         "stalled",
@@ -95,6 +96,8 @@ class Sequence:
         self.status = Status.WAITING
         self.lease: Lease | None = None
         self.done = 0
+        self.offered = 0
+        """Whole pages of tokens that the cache was told of, or lent."""
         self.scored = 0
         """Prompt tokens whose log probabilities are known, when they are wanted."""
         self.last_step = 0
@@ -151,6 +154,7 @@ class Sequence:
     def start(self, lease: Lease) -> None:
         self.lease = lease
         self.done = 0
+        self.offered = lease.published
         self.status = Status.RUNNING
         self.group.running += 1
 

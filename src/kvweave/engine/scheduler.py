@@ -86,7 +86,8 @@ class Scheduler:
         frontier = sequence.frontier
         shareable = min(frontier, lease.plan.publishable) if lease.plan.approximate else frontier
         # Most decodes do not complete a page: they cost a comparison here, not a call.
-        if shareable // self._cache.page_size * self._cache.page_size > lease.published:
+        if shareable - sequence.offered >= self._cache.page_size:
+            sequence.offered = shareable // self._cache.page_size * self._cache.page_size
             self._cache.publish(lease, sequence.tokens, computed=frontier)
 
     def end(self, sequence: Sequence) -> None:

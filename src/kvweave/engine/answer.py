@@ -1,0 +1,144 @@
+"""What one answer says: tokens become text, and at some point it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvweave.engine.detokenizer import Detokenizer, decoder_of, special_tokens
+from kvweave.engine.request import Sequence
+from kvweave.engine.sampler import SamplingState
+from kvweave.engine.stopping import StopMatcher
+from kvweave.engine.types import FinishReason, OutputDelta, TokenLogprob, Usage
+from kvweave.prefix.plan import Span
+
+_SIBLING = 0xD1B54A32D192ED03
+"""Added to the seed from one answer of a request to the next; odd, so that they all differ."""
+
+
+class Answer:
+    """A sequence's voice: everything about it that is not scheduling."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        sampling: SamplingState,
+        detokenizer: Detokenizer,
+        ending: frozenset[int],
+    ) -> None:
+        """`ending`: the tokens that end the answer, which may be sampled but are not shown."""
+        params = sampling.params
+        self.sequence = sequence
+        self.sampling = sampling
+        self.finish_reason: FinishReason | None = None
+        self._matched: str | int | None = None
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._ending = ending
+        scored = params.prompt_logprobs is not None and sequence.index == 0
+        self._prompt_logprobs = [TokenLogprob(int(sequence.tokens[0]), None)] if scored else None
+        self._plan: tuple[Span, ...] | None = None
+
+    def score(self, logprobs: Iterable[TokenLogprob]) -> None:
+        """The next prompt tokens' log probabilities."""
+        assert self._prompt_logprobs is not None
+        self._prompt_logprobs += logprobs
+        self.sequence.scored = len(self._prompt_logprobs) - 1
+
+    def accept(self, token: int, logprob: TokenLogprob | None = None) -> OutputDelta:
+        """Go on with a sampled token; `finish_reason` tells whether it was the last."""
+        self.sequence.append(token)
+        self.sampling.record(token)
+        if token in self._ending:
+            text = self._end_with(token)
+        else:
+            text = self._watch(self._detokenizer.add(token))
+            if self.finish_reason is None and self.sequence.length >= self.sequence.limit:
+                text += self._flush()
+                self.finish_reason = self.finish_reason or "length"
+        return self._delta(text, (token,), () if logprob is None else (logprob,))
+
+    def end(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
+        """End without another token."""
+        self.finish_reason = reason
+        return self._delta("", (), (), error)
+
+    def _end_with(self, token: int) -> str:
+        shown = self.sampling.params.include_stop_str_in_output
+        text = self._watch(self._detokenizer.add(token)) if shown else ""
+        text += self._flush()
+        if self.finish_reason is None:
+            self.finish_reason, self._matched = "stop", token
+        return text
+
+    def _watch(self, text: str) -> str:
+        """What of `text` may be shown; the first `min_tokens` tokens are not searched for stops."""
+        if self.sequence.generated <= self.sampling.params.min_tokens:
+            return text
+        text = self._stops.feed(text)
+        if self._stops.matched is not None:
+            self.finish_reason, self._matched = "stop", self._stops.matched
+        return text
+
+    def _flush(self) -> str:
+        """All that was held back, unless a stop string cut it."""
+        if self.finish_reason is not None:
+            return ""
+        text = self._watch(self._detokenizer.finish())
+        return text if self.finish_reason is not None else text + self._stops.finish()
+
+    def _delta(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        error: str | None = None,
+    ) -> OutputDelta:
+        sequence, group = self.sequence, self.sequence.group
+        first = self._plan is None
+        if self._plan is None:
+            self._plan = sequence.plan.spans if sequence.lease is not None else ()
+        prompt_logprobs = None
+        if self._prompt_logprobs is not None and not sequence.scores_prompt:
+            prompt_logprobs = tuple(self._prompt_logprobs)
+            self._prompt_logprobs = None
+        return OutputDelta(
+            rid=group.request.rid,
+            index=sequence.index,
+            text=text,
+            token_ids=token_ids,
+            usage=Usage(
+                prompt_tokens=sequence.prompt_length,
+                completion_tokens=sequence.generated,
+                cached_tokens=group.cached_tokens,
+                moved_tokens=group.moved_tokens,
+                refreshed_tokens=group.refreshed_tokens,
+            ),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=self.finish_reason,
+            matched_stop=self._matched,
+            error=error,
+            plan=self._plan if first else (),
+        )
+
+
+class AnswerMaker:
+    """Gives every sequence its answer; knows the tokenizer."""
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int]) -> None:
+        self._decode = decoder_of(tokenizer)
+        self._special = special_tokens(tokenizer)
+        self._eos = frozenset(eos_token_ids)
+
+    def make(self, sequence: Sequence, drawn: int) -> Answer:
+        """`drawn` is the seed where the request brings none; sibling answers get different ones."""
+        params = sequence.group.request.sampling
+        prompt = sequence.tokens
+        ending = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ending |= self._eos
+        seed = drawn if params.seed is None else params.seed
+        sampling = SamplingState(params, prompt, ending, seed + sequence.index * _SIBLING)
+        skipped = self._special if params.skip_special_tokens else frozenset[int]()
+        return Answer(sequence, sampling, Detokenizer(self._decode, prompt, skipped), ending)

@@ -1,0 +1,87 @@
+"""Builds what an engine runs on: memory for KV, attention, the prefix cache, the model's runner."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from kvweave.config import EngineConfig
+from kvweave.engine.attention import get_backend
+from kvweave.engine.machinery import Machinery
+from kvweave.engine.runner import ModelRunner
+from kvweave.errors import ConfigError
+from kvweave.kv.mover import TensorMover
+from kvweave.kv.pool import PagePool
+from kvweave.kv.tensors import KVTensors
+from kvweave.models.loading import LoadedModel
+from kvweave.prefix.base import CacheOptions
+from kvweave.prefix.registry import create_cache
+
+logger = logging.getLogger("kvweave.engine")
+
+
+def build_machinery(config: EngineConfig, loaded: LoadedModel) -> Machinery:
+    """Raises ConfigError where flags and model, or flags and memory, do not go together."""
+    cache_config = config.cache
+    page_size = cache_config.page_size
+    num_pages = pool_tokens(config, loaded) // page_size
+    pool = PagePool(num_pages, page_size)
+    kv = KVTensors(loaded.layouts, num_pages, page_size, dtype=loaded.dtype, device=loaded.device)
+    options = CacheOptions(
+        eviction=cache_config.radix_eviction_policy,
+        wait_for_producers=cache_config.cold_group_wait,
+        fuzzy=config.fuzzy,
+    )
+    cache = create_cache(cache_config.prefix_cache_backend, pool, options, TensorMover(kv))
+    attention = get_backend(config.model.attention_backend, loaded.device)
+    logger.info(
+        "KV pool: %d tokens in pages of %d, %.2f GB, %s on %s",
+        num_pages * page_size,
+        page_size,
+        num_pages * page_size * KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype) / 1e9,
+        str(loaded.dtype).removeprefix("torch."),
+        loaded.device,
+    )
+    return Machinery(pool, cache, ModelRunner(loaded, kv, attention))
+
+
+def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Slots of the pool: as told, or what memory allows and the running requests can use."""
+    page_size = config.cache.page_size
+    if config.cache.max_total_tokens is not None:
+        tokens = config.cache.max_total_tokens // page_size * page_size
+        if tokens < 1:
+            raise ConfigError(
+                [
+                    f"--max-total-tokens {config.cache.max_total_tokens} holds no page of "
+                    f"--page-size {page_size}"
+                ]
+            )
+        return tokens
+    free = _free_bytes(torch.device(loaded.device)) * config.cache.mem_fraction_static
+    affordable = int(free) // KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype)
+    useful = config.scheduler.max_running_requests * loaded.context_length
+    pages = min(affordable, useful) // page_size
+    if pages < 1:
+        raise ConfigError(
+            ["there is no memory left for KV: free some, or raise --mem-fraction-static"]
+        )
+    return pages * page_size
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf(_PAGES)
+    try:  # a container may be allowed less than the machine has (cgroup v2)
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        return min(free, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no such file, or "max": no limit
+        return free
+
+
+_PAGES = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"

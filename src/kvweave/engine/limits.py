@@ -1,0 +1,64 @@
+"""What a request may ask of this engine, said before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvweave.engine.types import GenerateRequest
+from kvweave.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Constant while the engine lives, so that any thread may ask."""
+
+    context_length: int
+    pool_tokens: int
+    vocab_size: int
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise RequestError if the request could not be served, even alone."""
+        sampling = request.sampling
+        sampling.validate()
+        self._check_length(len(request.prompt_ids), sampling.max_tokens)
+        self._check_tokens(request.prompt_ids, "prompt")
+        self._check_tokens(sampling.stop_token_ids, "stop_token_ids")
+        self._check_tokens(sampling.logit_bias or (), "logit_bias")
+
+    def longest(self, request: GenerateRequest) -> int:
+        """The length, prompt included, at which an answer ends.
+
+        The pool counts one more than it holds: nobody reads the KV of the last token.
+        """
+        room = min(self.context_length, self.pool_tokens + 1)
+        wanted = request.sampling.max_tokens
+        return room if wanted is None else min(room, len(request.prompt_ids) + wanted)
+
+    def _check_length(self, prompt: int, max_tokens: int | None) -> None:
+        if not prompt:
+            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
+        most = self.context_length if max_tokens == 0 else self.context_length - 1
+        if prompt > most:
+            raise RequestError(
+                f"the prompt has {prompt} tokens, but this model takes {most} at most "
+                f"(its context holds {self.context_length}, the answer included)",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if prompt > self.pool_tokens:
+            raise RequestError(
+                f"the prompt has {prompt} tokens, but this server's KV pool holds "
+                f"{self.pool_tokens} (--max-total-tokens)",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _check_tokens(self, token_ids: Iterable[int], param: str) -> None:
+        low, high = min(token_ids, default=0), max(token_ids, default=0)
+        if low < 0 or high >= self.vocab_size:
+            raise RequestError(
+                f"{param} has the token id {low if low < 0 else high}, but this model's go from 0 "
+                f"to {self.vocab_size - 1}",
+                param=param,
+            )

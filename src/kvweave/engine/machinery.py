@@ -1,0 +1,29 @@
+"""What an engine runs on, as far as it knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvweave.engine.batch import ForwardBatch
+from kvweave.kv.pool import PagePool
+from kvweave.prefix.base import PrefixCache
+
+
+class Runner(Protocol):
+    """Computes a batch; its KV lands in the batch's slots."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """float32 (len(batch.logits_at), vocab_size)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """Everything below the scheduler; `building.build_machinery` makes the real one."""
+
+    pool: PagePool
+    cache: PrefixCache
+    runner: Runner
