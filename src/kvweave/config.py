@@ -146,6 +146,9 @@ class ServerConfig:
     port: int = _flag(8000, "Port to listen on.")
     api_key: str | None = _flag(None, "Clients must send this key; KVWEAVE_API_KEY does the same.")
     max_body_bytes: int = _flag(16 * 2**20, "Largest request body.")
+    drain_seconds: float = _flag(
+        30.0, "Time for running answers when the server is told to stop; then they are cut short."
+    )
     log_requests: bool = _flag(False, "Log every request when it ends (never its text).")
     log_level: str = _flag(
         "info", "How much is logged.", choices=("debug", "info", "warning", "error")
@@ -153,6 +156,10 @@ class ServerConfig:
 
     def problems(self) -> list[str]:
         found = _positive(self, "max_body_bytes")
+        if not (math.isfinite(self.drain_seconds) and self.drain_seconds >= 0):
+            found.append(f"--drain-seconds is a time of 0 or more, not {self.drain_seconds}")
+        if self.api_key == "":
+            found.append("--api-key must not be empty")
         if not 0 <= self.port <= 65535:
             found.append(f"--port is a number up to 65535, not {self.port}")
         return found

@@ -1,0 +1,119 @@
+"""Health, metrics, facts, and what operators do to a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.responses import JSONResponse, Response
+
+import kvweave
+from kvweave.config import EngineConfig
+from kvweave.engine.types import GenerateRequest, SamplingParams
+from kvweave.errors import KvweaveError
+from kvweave.server.errors import error_response
+from kvweave.server.protocol import AbortBody
+from kvweave.server.service import Service
+
+_PROBE_SECONDS = 20.0
+
+
+def admin_router(service: Service, engine_config: EngineConfig) -> APIRouter:
+    """Routes outside /v1, bound to `service`."""
+    router = APIRouter()
+    card, engine = service.card, service.engine
+
+    @router.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"}) if engine.alive else _dead()
+
+    @router.get("/health_generate")
+    async def health_generate() -> Response:
+        return await _probe(service)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4")
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card.listing()]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        card.require(name)
+        return card.listing()
+
+    @router.get("/get_model_info")
+    @router.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        return card.facts()
+
+    @router.get("/get_server_info")
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        return {
+            **_settings(service, engine_config),
+            "version": kvweave.__version__,
+            "model": card.facts(),
+            "engine": dataclasses.asdict(engine.snapshot()),
+            "live_requests": len(service.live),
+        }
+
+    @router.get("/flush_cache")
+    @router.post("/flush_cache")
+    async def flush_cache(timeout: Annotated[float, Query(ge=0, le=3600)] = 0.0) -> dict[str, Any]:
+        await engine.flush_cache(timeout)
+        return {"success": True, "message": "the cache is empty"}
+
+    @router.post("/abort_request")
+    async def abort_request(body: AbortBody) -> dict[str, Any]:
+        aborted = service.live.abort(None if body.abort_all else body.rid)
+        return {"success": True, "aborted": aborted}
+
+    return router
+
+
+async def _probe(service: Service) -> Response:
+    """Health that has been through the engine: one token, in a namespace of its own."""
+    if not service.engine.alive:
+        return _dead()
+    request = GenerateRequest(
+        rid=f"health-{uuid.uuid4().hex}",
+        prompt_ids=(0,),
+        sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        cache_salt="kvweave health",
+        fuzzy=False,
+    )
+
+    async def first_token() -> None:
+        async with aclosing(service.engine.generate(request)) as deltas:  # type: ignore[type-var]
+            async for _ in deltas:
+                pass
+
+    try:
+        await asyncio.wait_for(first_token(), _PROBE_SECONDS)
+    except asyncio.TimeoutError:
+        return error_response(
+            f"the engine made no token within {_PROBE_SECONDS:g} seconds", status=503
+        )
+    except KvweaveError as failure:
+        return error_response(str(failure), status=503)
+    return JSONResponse({"status": "ok"})
+
+
+def _dead() -> Response:
+    return error_response("the engine has stopped", status=503, code="engine_dead")
+
+
+def _settings(service: Service, engine_config: EngineConfig) -> dict[str, Any]:
+    """Every flag by its name, as it is in force; the key stays secret."""
+    settings: dict[str, Any] = {}
+    for group in (*dataclasses.asdict(engine_config).values(), dataclasses.asdict(service.config)):
+        settings.update(group)
+    settings["api_key"] = settings["api_key"] is not None
+    return settings

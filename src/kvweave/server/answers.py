@@ -1,0 +1,166 @@
+"""Deltas in, OpenAI objects out: plain answers and streams, for both completion endpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvweave.engine.types import Completion, OutputDelta
+from kvweave.prefix.plan import Tier
+from kvweave.server.generation import Batch
+from kvweave.server.protocol import GenerationBody
+from kvweave.server.trace import Trace, usage_body
+
+
+class Format(Protocol):
+    """How one endpoint spells choices. `place` is the prompt's index in the request."""
+
+    whole: str
+    chunk: str
+    """The `object` of a plain answer and of a stream's events."""
+
+    def choice(self, place: int, answer: Completion) -> dict[str, Any]:
+        """A whole answer, all but its `index`."""
+        ...
+
+    def pieces(self, place: int, delta: OutputDelta) -> Iterable[tuple[int, dict[str, Any]]]:
+        """What a delta adds to a stream: (answer's index in its prompt, choice without `index`)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What surrounds the choices."""
+
+    id: str
+    model: str
+    body: GenerationBody
+    traces: Sequence[Trace]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def answers(self) -> int:
+        """How many answers every prompt gets."""
+        return self.body.n or 1
+
+    def around(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An object of OpenAI's `kind` with these choices."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
+
+    def plan(self, place: int, delta: OutputDelta) -> list[dict[str, Any]]:
+        """Where the KV of a prompt came from, as spans; what none of them covers was computed."""
+        cached = delta.usage.cached_tokens
+        exact = {"start": 0, "length": cached, "tier": Tier.EXACT.value, "donor": None}
+        spans = [{"prompt": place, **exact, "donor_start": 0}] if cached else []
+        for span in delta.plan:
+            spans.append(
+                {
+                    "prompt": place,
+                    "start": span.start,
+                    "length": span.length,
+                    "tier": span.tier.value,
+                    "donor": span.donor,
+                    "donor_start": span.donor_start,
+                }
+            )
+        return spans
+
+
+class PlainWriter:
+    """Collects everything and writes it as one object."""
+
+    def __init__(self, envelope: Envelope, form: Format) -> None:
+        self._envelope = envelope
+        self._form = form
+        self._answers: dict[tuple[int, int], Completion] = {}
+        self._plans: dict[int, list[dict[str, Any]]] = {}
+
+    def add(self, batch: Batch) -> Iterable[dict[str, Any]]:
+        """Collect; there is nothing to send yet."""
+        for place, delta in batch:
+            _extend(self._answer(place, delta.index), delta)
+            if place not in self._plans:
+                self._plans[place] = self._envelope.plan(place, delta)
+        return ()
+
+    def end(self) -> dict[str, Any]:
+        """The answer, with all choices in order."""
+        envelope = self._envelope
+        for place in range(len(envelope.traces)):
+            first = self._answer(place, 0).prompt_logprobs
+            for index in range(1, envelope.answers):
+                self._answer(place, index).prompt_logprobs = first
+        choices = [
+            {"index": number, **self._form.choice(place, self._answers[place, index])}
+            for number, (place, index) in enumerate(sorted(self._answers))
+        ]
+        answer = envelope.around(self._form.whole, choices)
+        answer["usage"] = usage_body(envelope.traces)
+        if envelope.body.return_plan:
+            answer["kvweave_plan"] = [
+                span for place in sorted(self._plans) for span in self._plans[place]
+            ]
+        return answer
+
+    def _answer(self, place: int, index: int) -> Completion:
+        # One that never got a delta was aborted before its first token.
+        return self._answers.setdefault((place, index), Completion(finish_reason="abort"))
+
+
+class StreamWriter:
+    """Writes every delta as soon as it comes."""
+
+    def __init__(self, envelope: Envelope, form: Format) -> None:
+        self._envelope = envelope
+        self._form = form
+        self._planned: set[int] = set()
+        options = envelope.body.stream_options
+        self._usage_at_end = options is not None and options.include_usage
+        self._usage_always = options is not None and options.continuous_usage_stats
+
+    def add(self, batch: Batch) -> Iterable[dict[str, Any]]:
+        """One event per choice that got longer."""
+        envelope = self._envelope
+        for place, delta in batch:
+            plan = None
+            if envelope.body.return_plan and place not in self._planned:
+                self._planned.add(place)
+                plan = envelope.plan(place, delta)
+            for index, choice in self._form.pieces(place, delta):
+                number = place * envelope.answers + index
+                event = envelope.around(self._form.chunk, [{"index": number, **choice}])
+                if self._usage_always:
+                    event["usage"] = usage_body(envelope.traces)
+                elif self._usage_at_end:
+                    event["usage"] = None
+                if plan is not None:
+                    event["kvweave_plan"] = plan
+                    plan = None
+                yield event
+
+    def end(self) -> dict[str, Any] | None:
+        """The event with the usage of the whole request, if it was asked for."""
+        if not self._usage_at_end:
+            return None
+        event = self._envelope.around(self._form.chunk, [])
+        event["usage"] = usage_body(self._envelope.traces)
+        return event
+
+
+def _extend(answer: Completion, delta: OutputDelta) -> None:
+    answer.text += delta.text
+    answer.token_ids += delta.token_ids
+    answer.logprobs += delta.logprobs
+    if delta.prompt_logprobs is not None:
+        answer.prompt_logprobs = list(delta.prompt_logprobs)
+    answer.finish_reason = delta.finish_reason
+    answer.matched_stop = delta.matched_stop

@@ -1,0 +1,59 @@
+"""The application: routes, gates and error shape around one engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+import kvweave
+from kvweave.config import EngineConfig, ServerConfig
+from kvweave.server.admin import admin_router
+from kvweave.server.chat import chat_router
+from kvweave.server.completions import completions_router
+from kvweave.server.errors import install_error_handlers
+from kvweave.server.limits import ApiKeyGate, BodyLimit
+from kvweave.server.model_card import ModelCard
+from kvweave.server.service import Service, ServingEngine
+from kvweave.server.tokenization import tokenization_router
+
+
+def build_app(
+    engine: ServingEngine,
+    card: ModelCard,
+    config: ServerConfig,
+    engine_config: EngineConfig | None = None,
+) -> FastAPI:
+    """An ASGI application that answers for `engine`, which it starts and stops with itself.
+
+    `app.state.service` is the Service behind the routes. `engine_config` is only shown.
+    """
+    service = Service(engine, card, config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await engine.start()
+        try:
+            yield
+        finally:
+            await engine.stop()
+
+    app = FastAPI(
+        title="kvweave",
+        version=kvweave.__version__,
+        lifespan=lifespan,
+        docs_url=None,  # those pages load scripts from elsewhere
+        redoc_url=None,
+        strict_content_type=False,
+    )
+    app.state.service = service
+    install_error_handlers(app)
+    app.include_router(completions_router(service))
+    app.include_router(chat_router(service))
+    app.include_router(tokenization_router(service))
+    app.include_router(admin_router(service, engine_config or EngineConfig()))
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    if config.api_key is not None:
+        app.add_middleware(ApiKeyGate, api_key=config.api_key)
+    return app

@@ -1,0 +1,125 @@
+"""Values that have several spellings in a request, each brought to one."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, PlainValidator, WithJsonSchema
+
+MAX_STOPS = 16
+MAX_NAME = 256
+Prompt = str | tuple[int, ...]
+
+
+def _printable(text: str) -> str:
+    # It goes into a header and into the log.
+    if not re.fullmatch(rf"[!-~]{{1,{MAX_NAME}}}", text):
+        raise ValueError(f"a rid has 1 to {MAX_NAME} printable ASCII characters, without spaces")
+    return text
+
+
+def _short(text: str) -> str:
+    if len(text) > MAX_NAME:
+        raise ValueError(f"a cache_salt has at most {MAX_NAME} characters")
+    return text
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
+        raise ValueError("stop is a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
+    return tuple(stops)
+
+
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    """The four shapes of `prompt` as one: a tuple of texts or of token ids, one per prompt."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if _all_ids(value):
+            return (tuple(value),)
+        if all(isinstance(item, str) for item in value):
+            return tuple(value)
+        if all(isinstance(item, list) and _all_ids(item) for item in value):
+            return tuple(tuple(item) for item in value)
+    raise ValueError("a string, a list of strings, a list of token ids or a list of such lists")
+
+
+def _content(value: Any) -> str | None:
+    """A message's text: parts of type text are joined by line ends, as other servers do."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("content is a string or a list of parts")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"parts are of type text, with their text, not {kind}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError("a map from token ids to numbers")
+    biases = {}
+    for token, bias in value.items():
+        if not re.fullmatch("[0-9]{1,9}", str(token)):
+            raise ValueError(f"a map from token ids to numbers, and {token!r} is no id")
+        if type(bias) not in (int, float):
+            raise ValueError(f"a map from token ids to numbers, and {bias!r} is no number")
+        biases[int(token)] = float(bias)
+    return biases
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _all_ids(values: list[Any]) -> bool:
+    return set(map(type, values)) <= {int}  # not isinstance: True is no token
+
+
+_ids_schema: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_text_schema: dict[str, Any] = {"type": "string"}
+_part_schema: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _text_schema},
+    "required": ["type", "text"],
+}
+Rid = Annotated[str, AfterValidator(_printable)]
+CacheSalt = Annotated[str, AfterValidator(_short)]
+Stops = Annotated[
+    tuple[str, ...],
+    PlainValidator(_stops),
+    WithJsonSchema({"anyOf": [_text_schema, {"type": "array", "items": _text_schema}]}),
+]
+Content = Annotated[
+    str | None,
+    PlainValidator(_content),
+    WithJsonSchema({"anyOf": [_text_schema, {"type": "array", "items": _part_schema}]}),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_bias),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+TokenIds = Annotated[tuple[int, ...], BeforeValidator(_frozen)]
+Prompts = Annotated[
+    tuple[Prompt, ...],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _text_schema,
+                {"type": "array", "items": _text_schema, "minItems": 1},
+                _ids_schema | {"minItems": 1},
+                {"type": "array", "items": _ids_schema, "minItems": 1},
+            ]
+        }
+    ),
+]

@@ -1,0 +1,97 @@
+"""What a client may do before anyone reads its request: who it is, and how much it sends.
+
+Plain ASGI, so that streams pass through untouched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvweave.server.errors import error_response
+
+OPEN_PATHS = frozenset({"/health"})
+"""Answered without a key: a load balancer asks them."""
+
+
+class ApiKeyGate:
+    """Lets nobody in without `Authorization: Bearer KEY`, except to OPEN_PATHS."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self.app = app
+        self._key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._may_enter(scope):
+            await self.app(scope, receive, send)
+            return
+        refusal = error_response(
+            "this server wants an API key: send the header 'Authorization: Bearer KEY' with a "
+            "valid one",
+            status=401,
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await refusal(scope, receive, send)
+
+    def _may_enter(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        # Constant time, so that nobody learns the key letter by letter from how long this takes.
+        return scheme.lower() == "bearer" and hmac.compare_digest(
+            key.strip().encode("utf-8", "surrogateescape"), self._key
+        )
+
+
+class BodyLimit:
+    """Refuses bodies above `max_bytes`, announced or chunked, and those that take too long to come.
+
+    Answers 413 and 408. `max_seconds` is counted from the first read to the last byte.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float = 60.0) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+        self.max_seconds = max_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self.max_bytes:
+            await error_response(self._too_large(), status=413)(scope, receive, send)
+            return
+        await self.app(scope, self._counted(receive), send)
+
+    def _counted(self, receive: Receive) -> Receive:
+        loop = asyncio.get_running_loop()
+        read, complete = 0, False
+        deadline: float | None = None
+
+        async def counted() -> Message:
+            nonlocal read, complete, deadline
+            if complete:  # what follows is the client's leaving, for which one waits without limit
+                return await receive()
+            if deadline is None:
+                deadline = loop.time() + self.max_seconds
+            try:
+                message = await asyncio.wait_for(receive(), deadline - loop.time())
+            except asyncio.TimeoutError:
+                raise HTTPException(
+                    408, f"the body did not arrive within {self.max_seconds:g} seconds"
+                ) from None
+            if message["type"] == "http.request":
+                read += len(message.get("body", b""))
+                complete = not message.get("more_body", False)
+                if read > self.max_bytes:
+                    raise HTTPException(413, self._too_large())
+            return message
+
+        return counted
+
+    def _too_large(self) -> str:
+        return f"the body is larger than this server takes ({self.max_bytes} bytes)"

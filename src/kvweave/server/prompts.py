@@ -1,0 +1,147 @@
+"""From what clients send to token ids: tokenising off the event loop, chat templates, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import meta
+
+from kvweave.errors import RequestError
+from kvweave.server.fields import Prompt
+from kvweave.server.model_card import ModelCard
+from kvweave.server.protocol import ChatMessage
+
+# Tokenising this many characters takes a few milliseconds; beyond, other requests would notice.
+_OFF_LOOP_CHARS = 8192
+
+
+class PromptReader:
+    """Turns prompts of every kind into token ids that the engine may take.
+
+    `tokenizer` is a transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, card: ModelCard) -> None:
+        self.tokenizer = tokenizer
+        self.card = card
+        self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        # What apply_chat_template takes itself is not the client's to set; what is left over goes
+        # to the template.
+        self._ours = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+        self.takes_tools = _mentions(tokenizer.chat_template, "tools")
+        # The first call sets up truncation and padding (both off) in the tokenizer; after it, calls
+        # from several threads only read.
+        tokenizer("", add_special_tokens=False)
+
+    async def read(self, prompt: Prompt, *, param: str = "prompt") -> tuple[int, ...]:
+        """Token ids of a text, with the special tokens that the tokenizer adds, or of ids."""
+        if isinstance(prompt, str):
+            ids = await self.encode(prompt, param=param)
+        else:
+            ids = self.known(prompt, param=param)
+        return self._fitting(ids, param)
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation, ready for the assistant's turn."""
+        if tools and not self.takes_tools:
+            raise RequestError("this model's chat template knows no tools", param="tools")
+        text = self._render(messages, tools, options or {})
+        # The template has written the special tokens already.
+        ids = await self.encode(text, param="messages", add_special_tokens=False)
+        return self._fitting(ids, "messages")
+
+    async def encode(
+        self, text: str, *, param: str, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Tokenise `text`, in a thread when that takes long."""
+        if len(text) > self.card.context_length * self._longest_token:
+            raise self._too_long("far more", param)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{param} holds half a surrogate pair", param=param) from None
+        if len(text) > _OFF_LOOP_CHARS:
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        # verbose would warn of texts beyond the context, which are refused here anyway.
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return tuple(encoded["input_ids"])
+
+    def known(self, ids: Iterable[int], *, param: str) -> tuple[int, ...]:
+        """The same ids, once all of them are tokens of this model."""
+        ids = tuple(ids)
+        if ids and not (min(ids) >= 0 and max(ids) < self.card.vocab_size):
+            raise RequestError(
+                f"{param} holds token ids outside 0 to {self.card.vocab_size - 1}", param=param
+            )
+        return ids
+
+    def _fitting(self, ids: tuple[int, ...], param: str) -> tuple[int, ...]:
+        if not ids:
+            raise RequestError(f"{param} is empty: it needs at least one token", param=param)
+        if len(ids) >= self.card.context_length:
+            raise self._too_long(f"{len(ids)}", param)
+        return ids
+
+    def _too_long(self, count: str, param: str) -> RequestError:
+        return RequestError(
+            f"{param} has {count} tokens; the context is {self.card.context_length} tokens, of "
+            "which the answer needs at least one",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]] | None,
+        options: dict[str, Any],
+    ) -> str:
+        if self.tokenizer.chat_template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or serve it with "
+                "--chat-template",
+                param="messages",
+            )
+        if wrong := sorted(self._ours & options.keys()):
+            raise RequestError(
+                f"chat_template_kwargs may not set {', '.join(wrong)}",
+                param="chat_template_kwargs",
+            )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                [message.model_dump(exclude_unset=True) for message in messages],
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **options,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as failure:
+            reason = str(failure) or type(failure).__name__
+            raise RequestError(
+                f"the model's chat template refuses these messages: {reason}", param="messages"
+            ) from failure
+        return text
+
+
+def _mentions(template: Any, name: str) -> bool:
+    """Whether a Jinja chat template reads the variable `name`."""
+    if not isinstance(template, str):
+        return False
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return name in meta.find_undeclared_variables(environment.parse(template))
+    except jinja2.TemplateSyntaxError:
+        # transformers has tags of its own ({% generation %}), which plain Jinja cannot parse.
+        return name in template

@@ -1,0 +1,215 @@
+"""What clients may send. Names are OpenAI's; vLLM's and SGLang's where OpenAI has none.
+
+Three kinds of field: those that are understood; those that would change the answer but are not
+offered, refused in words; everything else is ignored, since clients written for other servers send
+it. Ranges are checked once, by SamplingParams.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kvweave.engine.types import SamplingParams
+from kvweave.errors import RequestError
+from kvweave.server.fields import CacheSalt, Content, LogitBias, Prompts, Rid, Stops, TokenIds
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    REFUSED: ClassVar[dict[str, str]] = {}
+    """Fields that would change the answer, and why they cannot be had."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_said(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        for name, reason in cls.REFUSED.items():
+            if body.get(name) not in (None, False, "", [], {}):
+                raise RequestError(f"{name} is not offered: {reason}", param=name)
+        # null says as much as silence: that the default will do.
+        return {name: value for name, value in body.items() if value is not None}
+
+
+class StreamOptions(_Body):
+    """Whether a stream ends with a chunk of usage, or carries it in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(_Body):
+    """What both completion endpoints understand."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "guided_json": "this server does not constrain what a model may write",
+        "guided_regex": "this server does not constrain what a model may write",
+        "guided_choice": "this server does not constrain what a model may write",
+        "guided_grammar": "this server does not constrain what a model may write",
+        "structured_outputs": "this server does not constrain what a model may write",
+        "use_beam_search": "answers are sampled, not searched",
+        "prompt_embeds": "prompts are text or token ids",
+        "lora_path": "this server serves one model, without adapters",
+    }
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: LogitBias | None = None
+    stop: Stops = ()
+    stop_token_ids: TokenIds = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    rid: Rid | None = None
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: CacheSalt | None = None
+    fuzzy: bool = True
+    return_plan: bool = False
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """What the engine is told; fields that the client left out keep the engine's defaults."""
+        said = {name: getattr(self, name) for name in _PASSED_ON & self.model_fields_set}
+        params = SamplingParams(**{**said, **more})
+        params.validate()
+        return params
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(
+                "stream_options is only allowed with stream: true", param="stream_options"
+            )
+        return self
+
+
+_PASSED_ON = {
+    field.name for field in dataclasses.fields(SamplingParams)
+} & GenerationBody.model_fields.keys()
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        **GenerationBody.REFUSED,
+        "suffix": "the model continues a prompt, it does not fill gaps",
+    }
+
+    prompt: Prompts
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _best_of(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(
+                "best_of is not offered: ask for n answers with logprobs and choose among them",
+                param="best_of",
+            )
+        return self
+
+
+class ChatMessage(BaseModel):
+    """One message; what else it carries (name, tool_calls, ...) goes to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(min_length=1, max_length=64)
+    content: Content = None
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        **GenerationBody.REFUSED,
+        "functions": "describe them in tools",
+        "function_call": "describe functions in tools",
+        "audio": "this server answers in text",
+        "web_search_options": "this server searches nothing",
+    }
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _offered(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(
+                "top_logprobs is only allowed with logprobs: true", param="top_logprobs"
+            )
+        if (self.response_format or {}).get("type", "text") != "text":
+            raise RequestError(
+                "response_format other than text is not offered", param="response_format"
+            )
+        if self.modalities not in (None, ["text"]):
+            raise ValueError("modalities other than text are not offered")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise RequestError(
+                "tool_choice is none or auto: a call cannot be enforced", param="tool_choice"
+            )
+        return self
+
+
+class TokenizeBody(_Body):
+    """POST /tokenize: a text, or a conversation through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("send either prompt or messages", param="prompt")
+        return self
+
+
+class DetokenizeBody(_Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+class AbortBody(_Body):
+    """POST /abort_request."""
+
+    rid: Rid | None = None
+    abort_all: bool = False
+
+    @model_validator(mode="after")
+    def _someone(self) -> AbortBody:
+        if self.rid is None and not self.abort_all:
+            raise RequestError("name a rid, or say abort_all: true", param="rid")
+        return self

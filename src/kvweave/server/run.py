@@ -1,0 +1,90 @@
+"""From a built application to a listening process, and back: bind, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+
+from kvweave.config import ServerConfig
+from kvweave.errors import ConfigError
+from kvweave.server.service import Service
+
+_LAST_WORDS_SECONDS = 5.0
+"""For aborted answers to reach their clients, after the drain's deadline."""
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Take the address before anything slow happens; ConfigError says why it cannot be had."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    taken = socket.socket(family, socket.SOCK_STREAM)
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind((config.host, config.port))
+    except OSError as failure:
+        taken.close()
+        raise ConfigError(
+            [f"cannot listen on {config.host} port {config.port}: {failure.strerror or failure}"]
+        ) from None
+    return taken
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where clients of this machine reach it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    app: FastAPI,
+    config: ServerConfig,
+    listening: socket.socket,
+    *,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what runs, within the drain's deadline."""
+    DrainingServer(app, config, on_ready).run(sockets=[listening])
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, which on its way out gives running answers time, then ends them properly.
+
+    Without this, answers that outlast the deadline would break off in the middle of a line.
+    """
+
+    def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[str], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=config.log_level == "debug",
+                timeout_graceful_shutdown=round(config.drain_seconds + _LAST_WORDS_SECONDS),
+                ws="none",
+                server_header=False,
+            )
+        )
+        self._service: Service = app.state.service
+        self._drain_seconds = config.drain_seconds
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if sockets:
+            self._on_ready(url_of(sockets[0]))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        deadline = asyncio.create_task(self._abort_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            deadline.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await deadline
+
+    async def _abort_late(self) -> None:
+        await asyncio.sleep(self._drain_seconds)
+        self._service.live.abort()

@@ -1,0 +1,94 @@
+"""What all endpoints share: the engine, the model's facts, and who is being answered now."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvweave.config import ServerConfig
+from kvweave.engine.types import EngineSnapshot, GenerateRequest, SamplingParams
+from kvweave.server.answers import Envelope, Format, PlainWriter, StreamWriter
+from kvweave.server.generation import DeltaSource, Generation, LiveGenerations
+from kvweave.server.metrics import Metrics
+from kvweave.server.model_card import ModelCard
+from kvweave.server.prompts import PromptReader
+from kvweave.server.protocol import GenerationBody
+from kvweave.server.streaming import GenerationResponse
+from kvweave.server.token_texts import TokenTexts
+from kvweave.server.trace import Trace
+
+
+class ServingEngine(DeltaSource, Protocol):
+    """What a server needs of an engine; `engine.AsyncEngine` is one."""
+
+    @property
+    def alive(self) -> bool:
+        """False once it stopped for good."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's transformers tokenizer."""
+        ...
+
+    async def start(self) -> None:
+        """Begin to work."""
+        ...
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Finish what runs, up to `drain_seconds`, then abort the rest."""
+        ...
+
+    async def flush_cache(self, timeout: float = 0.0) -> None:
+        """Forget all cached KV once nothing runs; RequestError if that takes beyond `timeout`."""
+        ...
+
+    def snapshot(self) -> EngineSnapshot:
+        """Gauges and counters, as of now."""
+        ...
+
+
+class Service:
+    """The one thing that routes hold on to."""
+
+    def __init__(self, engine: ServingEngine, card: ModelCard, config: ServerConfig) -> None:
+        self.engine = engine
+        self.card = card
+        self.config = config
+        self.metrics = Metrics(card.name, engine.snapshot)
+        self.reader = PromptReader(engine.tokenizer, card)
+        self.texts = TokenTexts(engine.tokenizer)
+        self.live = LiveGenerations()
+
+    def respond(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: SamplingParams,
+        form: Format,
+        *,
+        endpoint: str,
+        id_prefix: str,
+    ) -> GenerationResponse:
+        """The response that will run `prompts` and write them in `form`."""
+        rid = body.rid or uuid.uuid4().hex
+        requests = [
+            GenerateRequest(
+                rid=rid if len(prompts) == 1 else f"{rid}-{place}",
+                prompt_ids=ids,
+                sampling=sampling,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                fuzzy=body.fuzzy,
+            )
+            for place, ids in enumerate(prompts)
+        ]
+        traces = [
+            Trace(request, self.metrics, endpoint=endpoint, logged=self.config.log_requests)
+            for request in requests
+        ]
+        envelope = Envelope(id=id_prefix + rid, model=self.card.name, body=body, traces=traces)
+        writer = (StreamWriter if body.stream else PlainWriter)(envelope, form)
+        generation = Generation(rid, requests, traces, source=self.engine, live=self.live)
+        return GenerationResponse(generation, writer, stream=body.stream)

@@ -1,0 +1,106 @@
+"""What one prompt's answers cost and where their time went: for usage, metrics and the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
+from kvweave.server.metrics import Metrics
+
+log = logging.getLogger("kvweave.server.requests")
+
+
+class Trace:
+    """Watches the deltas of one prompt. `close` counts and logs it, once, however it ended."""
+
+    def __init__(
+        self, request: GenerateRequest, metrics: Metrics, *, endpoint: str, logged: bool = False
+    ) -> None:
+        self.rid = request.rid
+        self.usage = Usage(prompt_tokens=len(request.prompt_ids))
+        self.completion_tokens = 0
+        self.failed = False
+        self._answers = request.sampling.n
+        self._endpoint = endpoint
+        self._metrics = metrics
+        self._logged = logged
+        self._started = time.perf_counter()
+        self._first: float | None = None
+        self._last: dict[int, float] = {}
+        self._finished: dict[int, str] = {}
+        self._open = True
+
+    def note(self, delta: OutputDelta) -> None:
+        """Take in one delta, as it arrives."""
+        now = time.perf_counter()
+        if delta.index == 0 or self._first is None:
+            self.usage = delta.usage  # the prompt's sources; its answers share them
+        tokens = len(delta.token_ids)
+        if tokens:
+            if self._first is None:
+                self._first = now
+                self._metrics.first_token.observe(now - self._started)
+            elif delta.index in self._last:
+                self._metrics.token_gap(now - self._last[delta.index], tokens)
+            self._last[delta.index] = now
+            self.completion_tokens += tokens
+        if delta.finish_reason is not None:
+            self._finished[delta.index] = delta.finish_reason
+
+    @property
+    def outcome(self) -> str:
+        """How it ended: a finish reason, error, or abort when nobody waited for the end."""
+        if self.failed:
+            return "error"
+        if len(self._finished) < self._answers or "abort" in self._finished.values():
+            return "abort"
+        return "length" if "length" in self._finished.values() else "stop"
+
+    def close(self) -> None:
+        """Count and log it; twice is harmless."""
+        if not self._open:
+            return
+        self._open = False
+        seconds = time.perf_counter() - self._started
+        self._metrics.request_ended(
+            self.outcome, self.usage.prompt_tokens, self.completion_tokens, seconds
+        )
+        if self._logged:
+            log.info(
+                "rid=%s endpoint=%s outcome=%s prompt_tokens=%d cached_tokens=%d moved_tokens=%d "
+                "refreshed_tokens=%d completion_tokens=%d first_token_ms=%s total_ms=%.1f",
+                self.rid,
+                self._endpoint,
+                self.outcome,
+                self.usage.prompt_tokens,
+                self.usage.cached_tokens,
+                self.usage.moved_tokens,
+                self.usage.refreshed_tokens,
+                self.completion_tokens,
+                "-" if self._first is None else f"{1e3 * (self._first - self._started):.1f}",
+                1e3 * seconds,
+            )
+
+
+def usage_body(traces: Iterable[Trace]) -> dict[str, Any]:
+    """OpenAI's usage object over all prompts of a request, with the sources of their KV."""
+    prompt = completion = cached = moved = refreshed = 0
+    for trace in traces:
+        prompt += trace.usage.prompt_tokens
+        cached += trace.usage.cached_tokens
+        moved += trace.usage.moved_tokens
+        refreshed += trace.usage.refreshed_tokens
+        completion += trace.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": cached,
+            "moved_tokens": moved,
+            "refreshed_tokens": refreshed,
+        },
+    }
