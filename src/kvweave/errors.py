@@ -52,3 +52,8 @@ class EngineDeadError(KvweaveError):
 
 class IntegrityError(KvweaveError):
     """Pages, locks or counters do not add up: a bug in kvweave, never a user's."""
+
+
+def reason(error: BaseException) -> str:
+    """What somebody else's exception says, in one line, to be quoted in one of our sentences."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -50,7 +50,7 @@ class Keys:
         return self._error(self.values, self.values[:1]) < self.tolerance
 
     def error(self, rotary: Rotary) -> float:
-        """Largest relative difference between the first key, moved to each position, and the key there."""
+        """Largest relative difference between the first key, moved, and the keys found."""
         rotated, rest = _split(self.values, rotary)
         angles = (self.positions - self.positions[0])[:, None] * rotary.inv_freq
         moved = rotated[:1] * np.exp(1j * angles)[:, None]

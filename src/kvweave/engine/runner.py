@@ -1,0 +1,81 @@
+"""Runs a model over one packed batch, its attention reading and writing the paged pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvweave.engine.attention.base import AttentionBackend, AttentionBatch, LayerCall
+from kvweave.engine.batch import ForwardBatch
+from kvweave.kv.tensors import KVTensors
+from kvweave.models import hook
+from kvweave.models.loading import LoadedModel
+
+
+class ModelRunner:
+    """One model, one pool, one attention backend. For one thread at a time.
+
+    Several runners may share a model, each with a pool of its own.
+    """
+
+    def __init__(self, loaded: LoadedModel, kv: KVTensors, backend: AttentionBackend) -> None:
+        self.loaded = loaded
+        self.kv = kv
+        self.backend = backend
+        self._calls: dict[int, LayerCall] = {}
+        self._slots = torch.empty(0, dtype=torch.int64)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Compute the tokens, keep their KV; logits float32 (len(logits_at), vocabulary)."""
+        with torch.inference_mode(), hook.attention(self._attend):
+            attention = self._on_device(batch)
+            self._slots = attention.slots
+            self.backend.begin(attention)
+            output = self.loaded.model(
+                input_ids=self._tensor(batch.token_ids)[None],
+                position_ids=attention.positions[None],
+                use_cache=False,
+                logits_to_keep=self._tensor(batch.logits_at),
+            )
+            logits: torch.Tensor = output.logits[0]
+            return logits.float()
+
+    def _on_device(self, batch: ForwardBatch) -> AttentionBatch:
+        return AttentionBatch(
+            positions=self._tensor(batch.positions),
+            slots=self._tensor(batch.slots),
+            query_start=self._tensor(batch.query_start),
+            pages=self._tensor(batch.pages),
+            page_start=self._tensor(batch.page_start),
+            page_size=batch.page_size,
+            rows=batch.rows,
+            tokens=batch.tokens,
+            longest=int(batch.positions.max()) + 1,
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.loaded.device, non_blocking=True)
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        """The attention function of every layer, as transformers calls it (see models.hook)."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        call = self._calls.get(layer)
+        if call is None:
+            # A layer's scale and softcap are the model's constants: noted once.
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            call = LayerCall(layer, scale, self.kv.layouts[layer].window, softcap)
+            self._calls[layer] = call
+        self.kv.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        # Models compute rotated queries in the memory order (tokens, heads, dim): no copy here.
+        output = self.backend.attend(query[0].transpose(0, 1).contiguous(), self.kv, call)
+        return output[None], None
