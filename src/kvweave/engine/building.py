@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
-
-import torch
 
 from kvweave.config import EngineConfig
 from kvweave.engine.attention import get_backend
@@ -17,6 +13,7 @@ from kvweave.kv.mover import TensorMover
 from kvweave.kv.pool import PagePool
 from kvweave.kv.tensors import KVTensors
 from kvweave.models.loading import LoadedModel
+from kvweave.models.memory import free_bytes
 from kvweave.prefix.base import CacheOptions
 from kvweave.prefix.registry import create_cache
 
@@ -61,7 +58,7 @@ def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
                 ]
             )
         return tokens
-    free = _free_bytes(torch.device(loaded.device)) * config.cache.mem_fraction_static
+    free = free_bytes(loaded.device) * config.cache.mem_fraction_static
     affordable = int(free) // KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype)
     useful = config.scheduler.max_running_requests * loaded.context_length
     pages = min(affordable, useful) // page_size
@@ -70,18 +67,3 @@ def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
             ["there is no memory left for KV: free some, or raise --mem-fraction-static"]
         )
     return pages * page_size
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf(_PAGES)
-    try:  # a container may be allowed less than the machine has (cgroup v2)
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        return min(free, limit - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # no such file, or "max": no limit
-        return free
-
-
-_PAGES = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
