@@ -67,25 +67,23 @@ class Engine:
         self._reporter = Reporter(self.scheduler, self.cache)
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[Sequence, Answer] = {}
-        self._outbox: list[OutputDelta] = []
+        self._deltas: list[OutputDelta] = []
         self._arrivals = 0
         self._failures = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to compute or to hand out."""
-        return bool(self._groups or self._outbox)
+        """Whether any request lives."""
+        return bool(self._groups)
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request; RequestError if it cannot be served, OverloadedError if too many wait."""
+        """Queue a request; RequestError if it cannot be served, OverloadedError if many wait."""
         if self.dead:
             raise EngineDeadError("the engine failed too often in a row and has stopped")
         self.limits.check(request)
         if request.rid in self._groups:
             raise RequestError(f"a request with rid {request.rid!r} is running", param="rid")
-        waiting, most = len(self.scheduler.waiting), self.config.scheduler.max_queued_requests
-        if waiting >= most:
-            raise OverloadedError(f"{waiting} answers wait already, {most} may; try again later")
+        self.check_queue()
         namespace = Namespace(model=self.loaded.identity, salt=request.cache_salt)
         group = self._groups[request.rid] = RequestGroup(request, namespace)
         prompt = np.array(request.prompt_ids, np.int32)
@@ -99,14 +97,19 @@ class Engine:
             self.scheduler.add(sequence)
         self._reporter.counters.requests += 1
 
-    def abort(self, rid: str) -> bool:
-        """End a request now, wherever it is; its answers finish with "abort". False if unknown."""
+    def check_queue(self, more: int = 0) -> None:
+        """OverloadedError if no further request may wait behind those here and `more`."""
+        waiting = len(self.scheduler.waiting) + more
+        most = self.config.scheduler.max_queued_requests
+        if waiting >= most:
+            raise OverloadedError(f"{waiting} answers wait already, {most} may; try again later")
+
+    def abort(self, rid: str) -> list[OutputDelta]:
+        """End a request now, wherever it is; the last deltas of its answers, none if unknown."""
         group = self._groups.get(rid)
-        if group is None:
-            return False
-        for sequence in list(group.sequences):
+        for sequence in list(group.sequences) if group else ():
             self._close(sequence, self._answers[sequence].end("abort"))
-        return True
+        return self._take_deltas()
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
@@ -116,8 +119,7 @@ class Engine:
         """
         if not self.dead:
             self._step()
-        deltas, self._outbox = self._outbox, []
-        return deltas
+        return self._take_deltas()
 
     def flush_cache(self) -> None:
         """Forget all cached KV. RequestError (409) while any request lives."""
@@ -142,6 +144,10 @@ class Engine:
                 f"{len(alive)} sequences are queued, {len(self._answers)} have an answer, "
                 f"{len(grouped)} belong to a request"
             )
+
+    def _take_deltas(self) -> list[OutputDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def _step(self) -> None:
         step: Step | None = None
@@ -183,7 +189,7 @@ class Engine:
         else:
             return
         if delta.finish_reason is None:
-            self._outbox.append(delta)
+            self._deltas.append(delta)
         else:
             self._close(sequence, delta)
 
@@ -218,4 +224,4 @@ class Engine:
         group.sequences.remove(sequence)
         if not group.sequences:
             del self._groups[group.request.rid]
-        self._outbox.append(last)
+        self._deltas.append(last)

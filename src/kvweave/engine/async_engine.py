@@ -1,0 +1,209 @@
+"""One engine for many asyncio clients: a thread of its own runs the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from asyncio import AbstractEventLoop
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
+
+from kvweave.engine.engine import Engine
+from kvweave.engine.stream import AnswerStream
+from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
+from kvweave.errors import EngineDeadError, RequestError
+
+logger = logging.getLogger("kvweave.engine")
+
+_LOOK_AGAIN = 0.02
+"""Seconds between two looks at whether the engine is idle."""
+
+_T = TypeVar("_T")
+_Errand: TypeAlias = tuple[Callable[[], Any], "Future[Any]"]
+"""What to do between two steps, and who waits for its result."""
+
+
+class AsyncEngine:
+    """Owns an Engine and the thread on which everything about it happens.
+
+    What other threads ask for waits in an inbox between steps; what a step said goes to each event
+    loop in one call. Its methods may be called from any event loop.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._streams: WeakValueDictionary[str, AnswerStream] = WeakValueDictionary()
+        self._thread = threading.Thread(target=self._work, name="kvweave-engine", daemon=True)
+        self._inbox: deque[_Errand] = deque()
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        """Over `_open` together with `_inbox`, and over `_queued`."""
+        self._open = True
+        self._queued = 0
+        """Requests in the inbox."""
+        self._accepting = self._stopping = False
+        self._snapshot = engine.snapshot()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's transformers tokenizer."""
+        return self._engine.loaded.tokenizer
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are answered: from `start` on, until `stop` or a breakdown."""
+        return self._thread.is_alive() and not self._engine.dead
+
+    def snapshot(self) -> EngineSnapshot:
+        """Gauges and counters as of the last step."""
+        return self._snapshot
+
+    async def start(self) -> None:
+        """Begin to work; once."""
+        self._accepting = True
+        self._thread.start()
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Accept nothing more, finish what runs for up to `drain_seconds`, abort the rest."""
+        self._accepting = False
+        deadline = time.monotonic() + drain_seconds
+        while self._streams and self.alive and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_AGAIN)
+        for rid in list(self._streams):
+            self.abort(rid)
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def generate(self, request: GenerateRequest) -> AnswerStream:
+        """Deltas of all answers to the request, queued at once; closing the stream aborts them.
+
+        Raises at once: RequestError if it cannot be served, OverloadedError if too many wait,
+        EngineDeadError if nothing will be served any more.
+        """
+        self._admit(request)
+        stream = AnswerStream(request.rid, request.sampling.n, self._abandon)
+        self._streams[request.rid] = stream
+        self._submit(partial(self._add, request)).add_done_callback(partial(_added, stream))
+        return stream
+
+    def abort(self, rid: str) -> None:
+        """End a request; its answers finish with "abort". Unknown ids are ignored."""
+        self._submit(lambda: self._hand_out(self._engine.abort(rid)))
+
+    async def flush_cache(self, timeout: float = 0.0) -> None:
+        """Forget all cached KV once nothing runs; RequestError if that takes beyond `timeout`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return await asyncio.wrap_future(self._submit(self._engine.flush_cache))
+            except RequestError:
+                if time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_LOOK_AGAIN)
+
+    def _admit(self, request: GenerateRequest) -> None:
+        """Raise what can be known on the caller's thread, without waiting for a step to end."""
+        if self._thread.is_alive() and not self._accepting:
+            raise RequestError("the server is shutting down", status=503)
+        if not self.alive:
+            raise EngineDeadError("the engine is not running")
+        self._engine.limits.check(request)
+        if request.rid in self._streams:
+            raise RequestError(f"a request with rid {request.rid!r} is running", param="rid")
+        with self._lock:
+            self._engine.check_queue(self._queued)
+            self._queued += 1
+
+    def _abandon(self, rid: str) -> None:
+        """Nobody reads this stream any more.
+
+        The garbage collector calls this too, wherever it happens to run, so it must not take a
+        lock. Nobody has to be woken: while there is something to abort, the engine is awake.
+        """
+        self._streams.pop(rid, None)
+        self._inbox.append((partial(self._engine.abort, rid), Future()))
+
+    def _submit(self, call: Callable[[], _T]) -> Future[_T]:
+        """Have `call` run on the engine's thread, between two steps."""
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._open:
+                self._inbox.append((call, future))
+            else:
+                future.set_exception(EngineDeadError("the engine has stopped"))
+        self._wake.set()
+        return future
+
+    # On the engine's thread.
+
+    def _work(self) -> None:
+        try:
+            while not self._stopping or self._inbox:
+                self._run_errands()
+                if self._engine.has_work:
+                    self._hand_out(self._engine.step())
+                self._snapshot = self._engine.snapshot()
+                if not self._engine.has_work:
+                    self._wake.wait()
+                    self._wake.clear()
+        except Exception:
+            logger.critical("the engine broke down", exc_info=True)
+        finally:
+            self._shut()
+
+    def _add(self, request: GenerateRequest) -> None:
+        with self._lock:
+            self._queued -= 1
+        self._engine.add(request)
+
+    def _run_errands(self) -> None:
+        while self._inbox:
+            call, future = self._inbox.popleft()
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _hand_out(self, deltas: Iterable[OutputDelta]) -> None:
+        """One call per event loop, however many tokens there are."""
+        by_loop: dict[AbstractEventLoop, list[tuple[AnswerStream, OutputDelta]]] = {}
+        for delta in deltas:
+            stream = self._streams.get(delta.rid)
+            if stream is not None:
+                by_loop.setdefault(stream.loop, []).append((stream, delta))
+        for loop, items in by_loop.items():
+            with suppress(RuntimeError):  # a loop that is closed has no reader any more
+                loop.call_soon_threadsafe(_deliver, items)
+
+    def _shut(self) -> None:
+        """Whoever still waits for an answer learns that there will be none."""
+        self._engine.dead = True
+        with self._lock:
+            self._open = False
+        gone = EngineDeadError("the engine has stopped")
+        for _, future in self._inbox:
+            future.set_exception(gone)
+        for stream in list(self._streams.values()):
+            with suppress(RuntimeError):
+                stream.loop.call_soon_threadsafe(stream.fail, gone)
+
+
+def _deliver(items: Iterable[tuple[AnswerStream, OutputDelta]]) -> None:
+    for stream, delta in items:
+        stream.deliver(delta)
+
+
+def _added(stream: AnswerStream, added: Future[None]) -> None:
+    error = added.exception()
+    if isinstance(error, Exception):
+        with suppress(RuntimeError):
+            stream.loop.call_soon_threadsafe(stream.fail, error)

@@ -1,0 +1,144 @@
+"""For scripts: prompts in, answers out."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from numbers import Integral
+from typing import Any, TypeAlias, overload
+
+from kvweave.config import EngineConfig
+from kvweave.engine.engine import Engine
+from kvweave.engine.types import Completion, GenerateRequest, OutputDelta, SamplingParams
+from kvweave.errors import ConfigError
+
+Prompt: TypeAlias = str | Sequence[int]
+Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model, loaded and ready.
+
+    >>> llm = LLM(prefix_cache_backend="radix")
+    >>> llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0))[0].text
+
+    Keyword arguments are the flags of the command line, with underscores.
+    """
+
+    def __init__(self, model: str | None = None, **flags: Any) -> None:
+        """Without `model`, the packaged one. Raises ConfigError, UnsupportedModelError."""
+        from kvweave.models.loading import load_model  # here: it loads the models' code
+
+        config = config_of(model=model, **flags)
+        config.validate()
+        self.engine = Engine(config, load_model(config.model))
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's transformers tokenizer."""
+        return self.engine.loaded.tokenizer
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a string is a sequence of strings
+        self, prompts: Prompt, sampling: Sampling = None
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling = None
+    ) -> list[list[Completion]]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling = None,
+    ) -> list[Completion] | list[list[Completion]]:
+        """Answer one prompt (a text, or its token ids), or many of them together.
+
+        Returns the `n` completions of a single prompt, or such a list for each of many. `sampling`
+        is for all prompts, or one per prompt. Raises RequestError, before anything is computed, if
+        a prompt cannot be served; a failure afterwards ends that completion with "error".
+        """
+        single = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral))
+        many: Any = [prompts] if single else prompts
+        requests = [
+            self._request(prompt, params)
+            for prompt, params in zip(many, _per_prompt(sampling, len(many)), strict=True)
+        ]
+        for request in requests:
+            self.engine.limits.check(request)
+        answers = self._run(requests)
+        return answers[0] if single else answers
+
+    def flush_cache(self) -> None:
+        """Forget all cached KV."""
+        self.engine.flush_cache()
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return GenerateRequest(
+            rid=f"prompt-{next(self._ids)}", prompt_ids=tuple(token_ids), sampling=params
+        )
+
+    def _run(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """Keep the queue filled until all are answered; whatever goes wrong, leave none behind."""
+        answers = {r.rid: [Completion() for _ in range(r.sampling.n)] for r in requests}
+        room = self.engine.config.scheduler.max_queued_requests
+        start, to_add = time.perf_counter(), iter(requests)
+        try:
+            self._fill(to_add, room)
+            while self.engine.has_work:
+                deltas = self.engine.step()
+                elapsed = time.perf_counter() - start
+                for delta in deltas:
+                    _extend(answers[delta.rid][delta.index], delta, elapsed)
+                self._fill(to_add, room)
+        finally:
+            for rid in answers:
+                self.engine.abort(rid)
+        return list(answers.values())
+
+    def _fill(self, requests: Iterator[GenerateRequest], room: int) -> None:
+        while len(self.engine.scheduler.waiting) < room:
+            request = next(requests, None)
+            if request is None:
+                return
+            self.engine.add(request)
+
+
+def config_of(**flags: Any) -> EngineConfig:
+    """An EngineConfig out of its groups' fields; ConfigError names what none of them has."""
+    groups: dict[str, Any] = {}
+    for group in fields(EngineConfig):
+        kind: Any = type(group.default)
+        mine = {item.name for item in fields(kind)} & set(flags)
+        groups[group.name] = kind(**{name: flags.pop(name) for name in mine})
+    if flags:
+        raise ConfigError([f"there is no setting {name!r}" for name in sorted(flags)])
+    return EngineConfig(**groups)
+
+
+def _per_prompt(sampling: Sampling, count: int) -> Sequence[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise ValueError(f"{count} prompts need {count} sampling parameters, not {len(sampling)}")
+    return sampling
+
+
+def _extend(answer: Completion, delta: OutputDelta, elapsed: float) -> None:
+    answer.text += delta.text
+    answer.token_ids += delta.token_ids
+    answer.logprobs += delta.logprobs
+    if delta.prompt_logprobs is not None:
+        answer.prompt_logprobs = list(delta.prompt_logprobs)
+    answer.finish_reason = delta.finish_reason
+    answer.matched_stop = delta.matched_stop
+    answer.error = delta.error
+    answer.usage = delta.usage
+    answer.plan = delta.plan or answer.plan
+    if answer.first_token_seconds is None and delta.token_ids:
+        answer.first_token_seconds = elapsed
