@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.errors import EngineDeadError, KvweaveError, OverloadedError, RequestError
 
@@ -21,6 +22,9 @@ _UNREADABLE: tuple[tuple[type[Exception], str], ...] = (
     (RecursionError, "the body is nested too deeply"),
     (ValueError, "the body holds a number too long to read"),
 )
+
+
+_UNEXPECTED = "the server failed on this request; its log says why"
 
 
 class AnswerFailedError(KvweaveError):
@@ -43,7 +47,7 @@ def body_of(failure: Exception) -> dict[str, Any]:
         )
     if isinstance(failure, KvweaveError):
         return error_body(str(failure), status=500)
-    return error_body("the server failed on this request; its log says why", status=500)
+    return error_body(_UNEXPECTED, status=500)
 
 
 def error_response(
@@ -66,7 +70,34 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(EngineDeadError, _engine_dead)
     app.add_exception_handler(AnswerFailedError, _answer_failed)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_middleware(LastResort)
+
+
+class LastResort:
+    """Answers 500 for what nobody foresaw, and keeps the connection usable.
+
+    An exception handler for Exception would not do: it sends the answer and raises again, upon
+    which the connection closes under a client that is about to use it for its next request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception:
+            if scope["type"] != "http" or started:
+                raise
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            await error_response(_UNEXPECTED, status=500)(scope, receive, send)
 
 
 def _request_error(request: Request, failure: Exception) -> JSONResponse:
@@ -83,11 +114,6 @@ def _engine_dead(request: Request, failure: Exception) -> JSONResponse:
 
 def _answer_failed(request: Request, failure: Exception) -> JSONResponse:
     return error_response(str(failure), status=500, code="answer_failed")
-
-
-def _unexpected(request: Request, failure: Exception) -> JSONResponse:
-    # The traceback is logged by the server, which sees the exception after this handler.
-    return error_response("the server failed on this request; its log says why", status=500)
 
 
 def _http_error(request: Request, failure: Exception) -> JSONResponse:

@@ -1,0 +1,163 @@
+"""Health, facts, metrics, tokenizing, flushing, aborting, and the log."""
+
+import logging
+import threading
+
+import pytest
+from serverkit import eventually
+
+import kvweave
+from kvweave.config import ServerConfig
+from kvweave.engine.types import Usage
+from kvweave.errors import EngineDeadError
+
+
+def test_health_follows_the_engine(client, engine):
+    assert client.get("/health").json() == {"status": "ok"}
+    engine.alive = False
+    for path in ("/health", "/health_generate"):
+        reply = client.get(path)
+        assert reply.status_code == 503
+        assert "stopped" in reply.json()["error"]["message"]
+
+
+def test_health_can_go_through_the_engine(client, engine):
+    assert client.get("/health_generate").status_code == 200
+    [request] = engine.requests
+    assert request.sampling.max_tokens == 1
+    assert request.cache_salt is not None
+    engine.failure["prefill"] = EngineDeadError("the engine has stopped")
+    assert client.get("/health_generate").status_code == 503
+
+
+def test_a_probe_that_gets_no_token_gives_up(client, engine, monkeypatch):
+    monkeypatch.setattr("kvweave.server.admin._PROBE_SECONDS", 0.05)
+    engine.hold = "queue"
+    assert "no token" in client.get("/health_generate").json()["error"]["message"]
+    assert eventually(lambda: not engine.phases)
+
+
+def test_the_model_is_listed(client):
+    [model] = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("toy", "model", 2048)
+    assert client.get("/v1/models/toy").json() == model
+
+
+def test_facts_for_routers(client):
+    for path in ("/get_model_info", "/model_info"):
+        facts = client.get(path).json()
+        assert facts["model_path"] == "/models/toy"
+        assert facts["is_generation"] is True
+    for path in ("/get_server_info", "/server_info"):
+        info = client.get(path).json()
+        assert info["version"] == kvweave.__version__
+        assert info["prefix_cache_backend"] == "hash"
+        assert info["engine"]["total_tokens"] == 1600
+        assert info["api_key"] is False
+
+
+def test_the_openapi_document_describes_every_route(client):
+    paths = client.get("/openapi.json").json()["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/flush_cache", "/metrics"} <= set(paths)
+    body = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert "$ref" in body["schema"]
+
+
+def value(client, name):
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def test_metrics_carry_sglang_names(client, engine):
+    before = {
+        name: value(client, name)
+        for name in ("kvweave:num_requests_total", "kvweave:inter_token_latency_seconds_count")
+    }
+    engine.hold = "prefill"
+    held = threading.Thread(
+        target=lambda: client.post("/v1/completions", json={"prompt": "x", "max_tokens": 6})
+    )
+    held.start()
+    assert eventually(lambda: value(client, "kvweave:num_running_reqs") == 1)
+    assert value(client, "kvweave:num_used_tokens") == 16
+    assert value(client, "kvweave:token_usage") == 0.01
+    engine.hold = None
+    held.join()
+    assert value(client, "kvweave:num_running_reqs") == 0
+    assert value(client, "kvweave:cache_hit_rate") == 0.25
+    assert value(client, 'kvweave:cached_tokens_total{cache_source="device"') == 10
+    assert value(client, "kvweave:prompt_tokens_total") == 40
+    for name in ("num_queue_reqs", "generation_tokens_total", "num_retracted_requests_total"):
+        assert f"kvweave:{name}{{" in client.get("/metrics").text
+    assert value(client, "kvweave:num_requests_total") == before["kvweave:num_requests_total"] + 1
+    gaps = value(client, "kvweave:inter_token_latency_seconds_count")
+    assert gaps == before["kvweave:inter_token_latency_seconds_count"] + 5
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert value(client, f"kvweave:{name}_count") > 0
+
+
+def test_tokens_there_and_back(client):
+    answer = client.post("/tokenize", json={"prompt": "a€", "return_token_strs": True}).json()
+    assert answer["count"] == 4
+    assert answer["token_strs"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+    text = client.post("/detokenize", json={"tokens": answer["tokens"]}).json()
+    assert text == {"prompt": "a€", "text": "a€"}
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    assert client.post("/tokenize", json=chat).json()["count"] == 19
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user"}]}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": "x"}),
+        ("/abort_request", {}),
+    ],
+)
+def test_what_makes_no_sense_is_refused(client, path, body):
+    assert client.post(path, json=body).status_code == 400
+
+
+def test_flushing(client, engine):
+    assert client.get("/flush_cache").json()["success"]
+    assert client.post("/flush_cache?timeout=2").json()["success"]
+    engine.busy_flush = True
+    assert client.post("/flush_cache").status_code == 409
+    for wrong in ("-1", "nan", "inf", "soon"):
+        assert client.post(f"/flush_cache?timeout={wrong}").status_code == 400
+
+
+def test_aborting_ends_an_answer_where_it_is(client, engine):
+    engine.hold = "decode"
+    answers = []
+    body = {"prompt": ["x", "y"], "max_tokens": 50, "rid": "mine"}
+    asking = threading.Thread(
+        target=lambda: answers.append(client.post("/v1/completions", json=body).json())
+    )
+    asking.start()
+    assert eventually(lambda: list(engine.phases.values()) == ["decode"] * 2)
+    assert client.post("/abort_request", json={"rid": "other"}).json()["aborted"] == 0
+    assert client.post("/abort_request", json={"rid": "mine"}).json()["aborted"] == 1
+    asking.join()
+    assert [choice["finish_reason"] for choice in answers[0]["choices"]] == ["abort"] * 2
+    assert [choice["text"] for choice in answers[0]["choices"]] == ["T", "T"]
+
+
+def test_the_log_has_numbers_and_never_text(server, client, engine, caplog):
+    server.app.state.service.config = ServerConfig(log_requests=True)
+    caplog.set_level(logging.INFO, "kvweave.server.requests")
+    engine.usage = Usage(cached_tokens=3)
+    client.post("/v1/completions", json={"prompt": "secret", "max_tokens": 4, "rid": "mine"})
+    server.app.state.service.config = server.config
+    [line] = [record.getMessage() for record in caplog.records if "rid=mine" in record.getMessage()]
+    words = dict(part.split("=") for part in line.split())
+    assert words["endpoint"] == "completions"
+    assert words["outcome"] == "length"
+    assert (words["prompt_tokens"], words["cached_tokens"]) == ("6", "3")
+    assert words["completion_tokens"] == "4"
+    assert float(words["first_token_ms"]) <= float(words["total_ms"])
+    assert "secret" not in caplog.text
+    assert "quick" not in caplog.text

@@ -1,0 +1,155 @@
+"""A client that goes away, whenever it does, leaves nothing behind; a slow one loses nothing."""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+
+import httpx
+import pytest
+from serverkit import TEXT, eventually
+
+from kvweave.engine.types import GenerateRequest, OutputDelta, SamplingParams, Usage
+from kvweave.server.generation import Generation, LiveGenerations
+from kvweave.server.metrics import Metrics
+from kvweave.server.trace import Trace
+
+
+def post(server, body) -> socket.socket:
+    """Send a request on a bare socket and do not wait for anything."""
+    url = httpx.URL(server.url)
+    raw = socket.create_connection((url.host, url.port), timeout=20)
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    raw.sendall(head.encode() + content)
+    return raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_leaving_in_every_phase(server, client, engine, phase, stream, prompts):
+    engine.hold = phase
+    body = {"prompt": ["x"] * prompts, "max_tokens": 50, "stream": stream}
+    raw = post(server, body)
+    assert eventually(lambda: list(engine.phases.values()) == [phase] * prompts)
+    raw.close()
+    assert eventually(lambda: not engine.phases), "the request goes on for nobody"
+    assert not engine.pages
+    assert eventually(lambda: not server.app.state.service.live)
+    engine.hold = None
+    assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_leaving_while_the_body_is_on_its_way(server, client):
+    url = httpx.URL(server.url)
+    raw = socket.create_connection((url.host, url.port))
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    raw.close()
+    assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_leaving_in_the_middle_of_a_stream_is_counted_as_aborted(server, client, engine):
+    def aborted():
+        [line] = [
+            line
+            for line in client.get("/metrics").text.splitlines()
+            if line.startswith("kvweave:num_aborted_requests_total{")
+        ]
+        return float(line.rsplit(" ", 1)[1])
+
+    before = aborted()
+    engine.step_seconds = 0.01
+    raw = post(server, {"prompt": "x", "max_tokens": 1000, "stream": True})
+    assert raw.recv(100).startswith(b"HTTP/1.1 200")
+    raw.close()
+    assert eventually(lambda: not engine.phases)
+    assert eventually(lambda: aborted() == before + 1)
+
+
+def test_many_clients_of_which_a_third_vanish(server, engine):
+    """The others get their whole answers."""
+    engine.step_seconds = 0.001
+    choose = random.Random(7)
+
+    async def one(client, fate):
+        body = {"prompt": "x", "max_tokens": 30, "stream": choose.random() < 0.5}
+        work = client.post("/v1/completions", json=body)
+        if fate is None:
+            reply = await work
+            assert reply.status_code == 200
+            assert "jumps" in reply.text or "data: " in reply.text
+            return
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(work, fate)
+
+    async def all_of_them():
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+            fates = [choose.uniform(0, 0.4) if n % 3 == 0 else None for n in range(200)]
+            await asyncio.gather(*(one(client, fate) for fate in fates))
+
+    asyncio.run(all_of_them())
+    assert eventually(lambda: not engine.phases)
+    assert not engine.pages
+
+
+def test_a_stalled_reader_does_not_stall_others_and_misses_nothing(server, client, engine):
+    engine.answer = lambda request, index: TEXT * 44  # more than the sockets' buffers, as events
+    raw = post(server, {"prompt": ["x"] * 40, "max_tokens": 2000, "stream": True})
+    reply = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 5})
+    assert reply.status_code == 200
+    assert eventually(lambda: not engine.phases), "a reader that stalls must not stall the engine"
+    got = b""
+    while b"data: [DONE]" not in got[-200:]:
+        got += raw.recv(1 << 16)
+    raw.close()
+    pieces = [json.loads(line[6:]) for line in got.split(b"\n") if line.startswith(b"data: {")]
+    texts = {}
+    for piece in pieces:
+        [choice] = piece["choices"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == dict.fromkeys(range(40), TEXT * 44)
+    assert len(pieces) < 40 * len(TEXT) * 44, "what waited together comes together"
+
+
+class ListSource:
+    """Gives the listed deltas at once."""
+
+    def __init__(self, deltas):
+        self.deltas = deltas
+
+    async def generate(self, request):
+        for delta in self.deltas:
+            yield delta
+
+
+def test_what_arrives_together_is_one_piece_per_run_of_an_answer():
+    deltas = [
+        OutputDelta("r", index, letter, (number,), Usage(), finish_reason=reason)
+        for number, (index, letter, reason) in enumerate(
+            [(0, "a", None), (0, "b", None), (1, "c", None), (0, "d", "stop"), (1, "e", "length")]
+        )
+    ]
+    request = GenerateRequest(rid="r", prompt_ids=(1,), sampling=SamplingParams(n=2))
+
+    async def read():
+        metrics = Metrics("m", lambda: None)
+        trace = Trace(request, metrics, endpoint="test")
+        live = LiveGenerations()
+        source = ListSource(deltas)
+        async with Generation("r", [request], [trace], source=source, live=live) as generation:
+            await asyncio.sleep(0.01)
+            batches = [batch async for batch in generation]
+        return batches, trace
+
+    batches, trace = asyncio.run(read())
+    [batch] = batches
+    assert [(d.index, d.text, d.token_ids, d.finish_reason) for _, d in batch] == [
+        (0, "ab", (0, 1), None),
+        (1, "c", (2,), None),
+        (0, "d", (3,), "stop"),
+        (1, "e", (4,), "length"),
+    ]
+    assert (trace.completion_tokens, trace.outcome) == (5, "length")

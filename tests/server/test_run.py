@@ -1,0 +1,71 @@
+"""Taking an address, draining on the way out, cutting short what outlasts the drain."""
+
+import json
+import threading
+import time
+
+import pytest
+from serverkit import FakeEngine, RunningServer, eventually
+
+from kvweave.config import ServerConfig
+from kvweave.errors import ConfigError
+from kvweave.server.run import bind, url_of
+
+
+def test_an_address_that_is_taken_is_refused_in_words():
+    first = bind(ServerConfig(port=0))
+    first.listen()
+    port = first.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
+        bind(ServerConfig(port=port))
+    first.close()
+    with pytest.raises(ConfigError, match="cannot listen on no such host"):
+        bind(ServerConfig(host="no such host"))
+
+
+def test_the_url_names_the_port_that_was_given():
+    with bind(ServerConfig(port=0)) as listening:
+        assert url_of(listening) == f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def stream_in_thread(server, lines, **body):
+    def read():
+        with (
+            server.client() as client,
+            client.stream("POST", "/v1/completions", json={"stream": True, **body}) as reply,
+        ):
+            lines.extend(line for line in reply.iter_lines() if line)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def test_running_answers_are_finished_and_new_clients_turned_away():
+    engine = FakeEngine()
+    engine.step_seconds = 0.02
+    lines = []
+    with RunningServer(engine, ServerConfig(port=0, drain_seconds=20)) as server:
+        reading = stream_in_thread(server, lines, prompt="x", max_tokens=20)
+        assert eventually(lambda: "decode" in engine.phases.values())
+        server.server.should_exit = True
+        assert eventually(lambda: not server.server.servers[0].is_serving())
+    reading.join(10)
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert not engine.alive, "the engine is stopped with the server"
+
+
+def test_what_outlasts_the_drain_is_ended_properly():
+    engine = FakeEngine()
+    engine.step_seconds = 0.02
+    lines = []
+    with RunningServer(engine, ServerConfig(port=0, drain_seconds=0.2)) as server:
+        reading = stream_in_thread(server, lines, prompt="x", max_tokens=2000)
+        assert eventually(lambda: "decode" in engine.phases.values())
+        asked = time.monotonic()
+        server.server.should_exit = True
+    assert time.monotonic() - asked < 20, "an answer of 40 seconds was waited for"
+    reading.join(10)
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "abort"
