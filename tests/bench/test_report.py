@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvweave.bench.measure import alternate, paired_ratio, row, seconds
+from kvweave.bench.measure import Against, alternate, ratio_row, row, seconds
 from kvweave.bench.report import Report, Row, check_writable
 from kvweave.errors import KvweaveError
 
@@ -50,7 +50,9 @@ def test_a_figure_that_is_no_number_is_never_written(tmp_path: Path) -> None:
 
 def test_table_names_spread_arm_compared_with_model_and_machine() -> None:
     shown = io.StringIO()
-    rows = [row("decode", "kvweave", [1.0, 2.0, 3.0], "ms", baseline="transformers", ratio=3.5)]
+    rows = [
+        row("decode", "kvweave", [1.0, 2.0, 3.0], "ms", Against("transformers", [3.5, 7.0, 9.0]))
+    ]
     a_report(*rows).print(Console(file=shown, width=140))
     text = shown.getvalue()
     for part in ("decode", "1.1 to 2.9", "3.5x", "transformers", "model tiny", "torch", "threads"):
@@ -75,10 +77,11 @@ def test_row_gives_median_and_spread_and_leaves_them_out_for_one_figure() -> Non
 def test_ratio_is_better_is_larger_and_pairs_rounds() -> None:
     # A machine that slows down tenfold half way through leaves a paired ratio alone.
     ours, theirs = [1.0, 1.0, 10.0], [2.0, 2.0, 20.0]
-    assert paired_ratio(ours, theirs) == 2
-    assert paired_ratio(ours, theirs, larger_is_better=True) == 0.5
+    assert row("m", "a", ours, "ms", Against("x", theirs)).ratio == 2
+    rate = ratio_row("m", "a", ours, Against("x", theirs, larger_is_better=True))
+    assert (rate.value, rate.ratio, rate.p5, rate.p95, rate.baseline) == (0.5, 0.5, 0.5, 0.5, "x")
     with pytest.raises(ValueError, match="cannot be paired"):
-        paired_ratio([1.0], [1.0, 2.0])
+        row("m", "a", [1.0], "ms", Against("x", [1.0, 2.0]))
 
 
 def test_arms_take_turns_at_going_first_and_warm_up_is_thrown_away() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,42 +33,60 @@ class Spread:
         return Spread(float(median), float(p5), float(p95), len(figures))
 
 
+@dataclass(frozen=True, slots=True)
+class Against:
+    """The arm that a row is compared with, round by round."""
+
+    arm: str
+    figures: Sequence[float]
+    larger_is_better: bool = False
+
+
 def row(
-    metric: str,
-    arm: str,
-    figures: Sequence[float],
-    unit: str,
-    *,
-    baseline: str | None = None,
-    ratio: float | None = None,
+    metric: str, arm: str, figures: Sequence[float], unit: str, against: Against | None = None
 ) -> Row:
-    """A row from all figures of one arm."""
+    """A row from all figures of one arm; its ratio pairs rounds (see `paired_ratios`)."""
     of = Spread.of(figures)
-    spread = {"p5": of.p5, "p95": of.p95} if of.n > 1 else {}
     return Row(
         metric=metric,
         arm=arm,
         value=of.median,
         unit=unit,
         n=of.n,
-        baseline=baseline,
-        ratio=ratio,
-        **spread,
+        p5=of.p5 if of.n > 1 else None,
+        p95=of.p95 if of.n > 1 else None,
+        baseline=against.arm if against else None,
+        ratio=float(np.median(paired_ratios(figures, against))) if against else None,
     )
 
 
-def paired_ratio(
-    figures: Sequence[float], baseline: Sequence[float], *, larger_is_better: bool = False
-) -> float:
-    """Median of the rounds' own ratios, better-is-larger.
+def ratio_row(metric: str, arm: str, figures: Sequence[float], against: Against) -> Row:
+    """A row whose figures are the rounds' own ratios; see `paired_ratios`."""
+    of = Spread.of(paired_ratios(figures, against))
+    return Row(
+        metric=metric,
+        arm=arm,
+        value=of.median,
+        unit="x",
+        n=of.n,
+        p5=of.p5,
+        p95=of.p95,
+        baseline=against.arm,
+        ratio=of.median,
+    )
+
+
+def paired_ratios(figures: Sequence[float], against: Against) -> list[float]:
+    """Each round's ratio, better-is-larger; their median is what reports call ratio.
 
     Rounds are compared one by one because the machine's speed drifts over a long run: two medians,
     each from another minute, would compare minutes.
     """
-    if len(figures) != len(baseline):
-        raise ValueError(f"{len(figures)} rounds cannot be paired with {len(baseline)}")
-    ours, theirs = np.asarray(figures, np.float64), np.asarray(baseline, np.float64)
-    return float(np.median(ours / theirs if larger_is_better else theirs / ours))
+    if len(figures) != len(against.figures):
+        raise ValueError(f"{len(figures)} rounds cannot be paired with {len(against.figures)}")
+    ours, theirs = np.asarray(figures, np.float64), np.asarray(against.figures, np.float64)
+    ratios: list[float] = (ours / theirs if against.larger_is_better else theirs / ours).tolist()
+    return ratios
 
 
 def alternate(
@@ -123,8 +141,3 @@ def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
-
-
-def worst(figures: Iterable[float]) -> float:
-    """The smallest of shares or flags, where one bad case must not hide behind a median."""
-    return min(figures)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -67,16 +68,16 @@ class Report:
 
     def print(self, console: Console) -> None:
         """Show the rows, and what one has to know to read them, as a table."""
-        table = Table(title=f"kvweave {self.version} · bench {self.bench}", title_justify="left")
-        for heading in ("metric", "arm"):
-            table.add_column(heading, no_wrap=True)
-        for heading in ("value", "unit", "p5 to p95", "n", "ratio", "compared with"):
-            table.add_column(heading, justify="left" if heading == "unit" else "right")
+        title = f"kvweave {self.version}, bench {self.bench}"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for heading in ("metric", "arm", "value", "p5 to p95", "n", "ratio"):
+            words = heading in ("metric", "arm")
+            table.add_column(heading, justify="left" if words else "right")
         for row in self.rows:
             spread = "" if row.p5 is None else f"{_short(row.p5)} to {_short(row.p95)}"
-            ratio = "" if row.ratio is None else f"{row.ratio:.3g}x"
-            cells = (_short(row.value), row.unit, spread, str(row.n), ratio, row.baseline or "")
-            table.add_row(row.metric, row.arm, *cells)
+            ratio = "" if row.ratio is None else f"{row.ratio:.3g}x {row.baseline}"
+            value = f"{_short(row.value)} {row.unit}"
+            table.add_row(row.metric, row.arm, value, spread, f"{row.n:,}", ratio)
         console.print(table)
         of = self.machine
         console.print(
@@ -131,4 +132,4 @@ def _short(number: float | None) -> str:
         return ""
     if float(number).is_integer() and abs(number) < 1e9:
         return f"{number:,.0f}"
-    return f"{number:.4g}"
+    return f"{number:.3g}" if abs(number) < 100 else f"{number:,.0f}"

@@ -17,11 +17,11 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kvweave.bench.fetch import FetchError, debian_text, wheel_files
 from kvweave.errors import KvweaveError
+from kvweave.models.cache import cache_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,6 @@ class _Source:
     fetch: Callable[[], tuple[str, list[Text]]]
 
 
-def cache_dir() -> Path:
-    return Path(os.environ.get("KVWEAVE_CACHE") or Path.home() / ".cache" / "kvweave")
-
-
 def source_names() -> tuple[str, ...]:
     """All sources that `load` knows."""
     return tuple(_SOURCES)
@@ -62,7 +58,7 @@ def load(name: str) -> Collection:
     """A source's texts, fetched now if they never were. Raises FetchError if they cannot be had."""
     if name not in _SOURCES:
         raise KvweaveError(f"texts come from {', '.join(_SOURCES)}, not {name!r}")
-    kept = cache_dir() / "texts" / f"{name}.json"
+    kept = cache_folder() / "texts" / f"{name}.json"
     if kept.is_file():
         raw = json.loads(kept.read_text(encoding="utf-8"))
         return Collection(**{**raw, "texts": tuple(Text(**text) for text in raw["texts"])})

@@ -1,0 +1,46 @@
+"""What a benchmark is, and what it can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvweave.bench.report import Row
+
+if TYPE_CHECKING:
+    from kvweave.bench.setting import Setting
+
+
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What every bench can be told; the command line is derived from it, like all flags."""
+
+    model: str | None = _flag(None, "Model to measure with; the packaged one without it.")
+    n: int | None = _flag(None, "How many cases or rounds; the bench's own number without it.")
+    seed: int = _flag(0, "Chooses texts and orders; the same seed gives the same prompts.")
+    quick: bool = _flag(False, "A smoke test in seconds: small, few, and no figures to quote.")
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.n is not None and self.n < 1:
+            found.append(f"--n must be above 0, not {self.n}")
+        if self.seed < 0:
+            found.append(f"--seed must not be negative, but is {self.seed}")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """One benchmark. `counts` says what `n` counts, as in "groups of 16 prompts"."""
+
+    name: str
+    summary: str
+    counts: str
+    n: int
+    quick_n: int
+    measure: Callable[[Setting], list[Row]]

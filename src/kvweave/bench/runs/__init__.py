@@ -1,0 +1,1 @@
+"""One module per bench, named like it; each holds a `BENCH`."""
