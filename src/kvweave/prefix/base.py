@@ -202,7 +202,8 @@ class PrefixCache(ABC):
     def promised(self, view: RequestView, matched: int) -> int:
         """Tokens of `view`'s exact prefix that requests now computing will publish.
 
-        0, or more than `matched`: then a waiting request had better wait for its producer.
+        0, or more than `matched`: then a waiting request had better wait for its producer. What
+        will be of use elsewhere than in the prefix may be counted as if it stood there.
         """
         return 0
 

@@ -129,17 +129,8 @@ class HashIndex:
     def evict(self, pages: int) -> IntArray:
         """Forget `pages` pages, or all that are unlocked, tails first; returns which."""
         gone: list[int] = []
-        while len(gone) < pages and (page := self._queue.pop()) is not None:
-            gone.append(page)
-            parent = int(self._parents[page])
-            del self._pages[int(self._hashes[page])]
-            self._parents[page] = _ABSENT
-            if parent == NO_PARENT:
-                del self._heads[page]
-                continue
-            self._children[parent] -= 1
-            if self._is_leaf(parent):
-                self._queue.push(parent)
+        while len(gone) < pages and (leaf := self._queue.pop()) is not None:
+            gone += self._cut(leaf, pages - len(gone))
         self.cached_pages -= len(gone)
         self.evictable_pages -= len(gone)
         return np.array(gone, np.int32)
@@ -230,11 +221,39 @@ class HashIndex:
         self._last_used[pages] = self._clock
         self.cached_pages += len(pages)
 
+    def _cut(self, leaf: int, most: int) -> list[int]:
+        """Remove `leaf`, which goes first, and what is above it for as long as that goes next.
+
+        A page that becomes a leaf with the key that just was the smallest need not queue.
+        """
+        run, key = [leaf], self._key(leaf)
+        parent = self._parents.item(leaf)
+        while (
+            len(run) < most
+            and parent != NO_PARENT
+            and self._children.item(parent) == 1
+            and self._locks.item(parent) == 0
+            and self._key(parent) == key
+        ):
+            run.append(parent)
+            parent = self._parents.item(parent)
+        for name in self._hashes[run].tolist():
+            del self._pages[name]
+        self._parents[run] = _ABSENT
+        self._children[run] = 0
+        if parent == NO_PARENT:
+            del self._heads[run[-1]]
+        else:
+            self._children[parent] -= 1
+            if self._is_leaf(parent):
+                self._queue.push(parent)
+        return run
+
     def _is_leaf(self, page: int) -> bool:
         """Whether `page` may be evicted next."""
-        held = self._locks[page] or self._children[page] or self._parents[page] == _ABSENT
-        return not held
+        held = self._locks.item(page) or self._children.item(page)
+        return not held and self._parents.item(page) != _ABSENT
 
     def _key(self, page: int) -> Key:
-        rank = self._rank(int(self._hits[page]), int(self._priority[page]))
-        return rank, int(self._last_used[page])
+        rank = self._rank(self._hits.item(page), self._priority.item(page))
+        return rank, self._last_used.item(page)
