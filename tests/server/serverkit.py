@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvweave.config import ServerConfig
+from kvweave.engine.limits import Limits
 from kvweave.engine.types import (
     EngineSnapshot,
     GenerateRequest,
@@ -60,6 +61,7 @@ class FakeEngine:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
         self.tokenizer = tokenizer or toy_tokenizer()
+        self.limits = Limits(CONTEXT, 100 * CONTEXT, len(self.tokenizer))
         self.reset()
 
     def reset(self) -> None:
@@ -105,11 +107,15 @@ class FakeEngine:
             hit_tokens={"exact": 8, "moved": 2},
         )
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
         self._raise("submit")
+        self.limits.check(request)
         if len(self.phases) >= self.capacity:
             raise OverloadedError("the queue is full", retry_after=3)
         self.requests.append(request)
+        return self._run(request)
+
+    async def _run(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
         try:
             await self._enter(request.rid, "queue")
             self.pages.add(request.rid)

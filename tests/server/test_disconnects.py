@@ -111,7 +111,7 @@ def test_a_stalled_reader_does_not_stall_others_and_misses_nothing(server, clien
         [choice] = piece["choices"]
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
     assert texts == dict.fromkeys(range(40), TEXT * 44)
-    assert len(pieces) < 40 * len(TEXT) * 44, "what waited together comes together"
+    assert len(pieces) < 40 * len(TEXT) * 44 / 2, "what waited together comes together"
 
 
 class ListSource:
@@ -125,7 +125,7 @@ class ListSource:
             yield delta
 
 
-def test_what_arrives_together_is_one_piece_per_run_of_an_answer():
+def test_what_arrives_together_is_one_piece_per_answer():
     deltas = [
         OutputDelta("r", index, letter, (number,), Usage(), finish_reason=reason)
         for number, (index, letter, reason) in enumerate(
@@ -147,9 +147,7 @@ def test_what_arrives_together_is_one_piece_per_run_of_an_answer():
     batches, trace = asyncio.run(read())
     [batch] = batches
     assert [(d.index, d.text, d.token_ids, d.finish_reason) for _, d in batch] == [
-        (0, "ab", (0, 1), None),
-        (1, "c", (2,), None),
-        (0, "d", (3,), "stop"),
-        (1, "e", (4,), "length"),
+        (0, "abd", (0, 1, 3), "stop"),
+        (1, "ce", (2, 4), "length"),
     ]
     assert (trace.completion_tokens, trace.outcome) == (5, "length")

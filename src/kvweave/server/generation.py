@@ -31,7 +31,7 @@ class DeltaSource(Protocol):
 
 
 Batch = list[tuple[int, OutputDelta]]
-"""What arrived since the last look: (index of the prompt, delta), in order of arrival."""
+"""What arrived since the last look: (index of the prompt, delta), one delta per answer."""
 
 
 class LiveGenerations:
@@ -61,9 +61,9 @@ class LiveGenerations:
 class Generation:
     """Runs `requests` together; iterate over it for batches, inside `async with`.
 
-    A reader that is slower than the engine gets fewer, longer deltas: consecutive deltas of one
-    answer come as one. The first failure of any prompt ends all of them and is raised here, after
-    what had arrived before.
+    A reader that is slower than the engine gets fewer, longer deltas: what waits of one answer
+    comes as one. The first failure of any prompt ends all of them and is raised here, after what
+    had arrived before.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Generation:
         self._source = source
         self._live = live
         self._tasks: list[asyncio.Task[None]] = []
-        self._arrived: Batch = []
+        self._arrived: dict[tuple[int, int], OutputDelta] = {}
         self._news = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -102,6 +102,10 @@ class Generation:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # A failure's traceback leads back to this object: kept, they would keep each other alive,
+        # and with them the engine's stream, whose rid would stay taken.
+        self._failure = None
+        self._tasks.clear()
         self._live.leave(self.rid)
         for trace in self.traces:
             trace.close()
@@ -117,7 +121,8 @@ class Generation:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        batch, self._arrived = self._arrived, []
+        batch = [(place, delta) for (place, _), delta in self._arrived.items()]
+        self._arrived.clear()
         return batch
 
     async def _pump(self, place: int) -> None:
@@ -137,17 +142,13 @@ class Generation:
             asyncio.get_running_loop().call_soon(self._news.set)
 
     def _add(self, place: int, delta: OutputDelta) -> None:
-        if self._arrived:
-            last_place, last = self._arrived[-1]
-            if last_place == place and last.index == delta.index:
-                self._arrived[-1] = (place, _joined(last, delta))
-                return
-        self._arrived.append((place, delta))
+        waiting = self._arrived.get((place, delta.index))
+        self._arrived[place, delta.index] = _joined(waiting, delta) if waiting else delta
         self._news.set()
 
 
 def _joined(first: OutputDelta, then: OutputDelta) -> OutputDelta:
-    """Two consecutive deltas of one answer as one."""
+    """Two successive deltas of one answer as one."""
     return replace(
         then,
         text=first.text + then.text,

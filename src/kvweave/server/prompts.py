@@ -1,4 +1,4 @@
-"""From what clients send to token ids: tokenising off the event loop, chat templates, limits."""
+"""From what clients send to token ids: chat templates, and tokenising off the event loop."""
 
 from __future__ import annotations
 
@@ -40,10 +40,8 @@ class PromptReader:
     async def read(self, prompt: Prompt, *, param: str = "prompt") -> tuple[int, ...]:
         """Token ids of a text, with the special tokens that the tokenizer adds, or of ids."""
         if isinstance(prompt, str):
-            ids = await self.encode(prompt, param=param)
-        else:
-            ids = self.known(prompt, param=param)
-        return self._fitting(ids, param)
+            return await self.encode(prompt, param=param)
+        return self.known(prompt, param=param)
 
     async def chat(
         self,
@@ -56,15 +54,19 @@ class PromptReader:
             raise RequestError("this model's chat template knows no tools", param="tools")
         text = self._render(messages, tools, options or {})
         # The template has written the special tokens already.
-        ids = await self.encode(text, param="messages", add_special_tokens=False)
-        return self._fitting(ids, "messages")
+        return await self.encode(text, param="messages", add_special_tokens=False)
 
     async def encode(
         self, text: str, *, param: str, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
         """Tokenise `text`, in a thread when that takes long."""
         if len(text) > self.card.context_length * self._longest_token:
-            raise self._too_long("far more", param)
+            raise RequestError(
+                f"{param} is far longer than this model's context, which holds "
+                f"{self.card.context_length} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -86,21 +88,6 @@ class PromptReader:
                 f"{param} holds token ids outside 0 to {self.card.vocab_size - 1}", param=param
             )
         return ids
-
-    def _fitting(self, ids: tuple[int, ...], param: str) -> tuple[int, ...]:
-        if not ids:
-            raise RequestError(f"{param} is empty: it needs at least one token", param=param)
-        if len(ids) >= self.card.context_length:
-            raise self._too_long(f"{len(ids)}", param)
-        return ids
-
-    def _too_long(self, count: str, param: str) -> RequestError:
-        return RequestError(
-            f"{param} has {count} tokens; the context is {self.card.context_length} tokens, of "
-            "which the answer needs at least one",
-            param=param,
-            code="context_length_exceeded",
-        )
 
     def _render(
         self,
