@@ -12,6 +12,7 @@ from kvweave.config import FuzzyConfig
 from kvweave.errors import UnsupportedModelError
 from kvweave.fuzzy.donors import DonorTree, slots_of
 from kvweave.fuzzy.guard import Guard
+from kvweave.fuzzy.inflight import Inflight
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
 from kvweave.fuzzy.providers import create_provider
@@ -45,13 +46,21 @@ class FuzzyCache(RadixCache):
             self._config.fuzzy_provider, provider, self._config.fuzzy_time_budget_ms
         )
         self._donors.listener = self._guard
+        self._inflight = Inflight(pool.page_size, self._config)
 
     def lease(self, view: RequestView) -> RadixLease:
         lease = super().lease(view)
-        pieces = self._pieces(view, lease.plan.exact)
+        pieces = self._pieces(view, lease.plan.exact) if self._allows(view) else []
         if pieces:
             self._realize(lease, pieces)
+        if view.fuzzy and self.options.wait_for_producers:
+            # What it computes although it might have been served stands nowhere else.
+            self._inflight.add(lease, view.tokens)
         return lease
+
+    def release(self, lease: Lease) -> None:
+        self._inflight.discard(lease)
+        super().release(lease)
 
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
         self._donors.publisher = lease.rid
@@ -64,6 +73,14 @@ class FuzzyCache(RadixCache):
             if node is not None:
                 self.tree.touch(node, lease.priority, hits=1)
 
+    def promised(self, view: RequestView, matched: int) -> int:
+        """As for radix; or `matched` and what else running requests will soon be donors of."""
+        exact = super().promised(view, matched)
+        if exact or not self.options.wait_for_producers or not self._allows(view):
+            return exact
+        awaited = self._inflight.awaited(view, matched)
+        return matched + awaited if awaited else 0
+
     def stats(self) -> CacheStats:
         counters = super().stats()
         counters.provider = {"failed_moves": self._unmoved, **self._guard.stats()}
@@ -73,12 +90,13 @@ class FuzzyCache(RadixCache):
         super().check_structure()
         self._donors.check(self.tree)
 
+    def _allows(self, view: RequestView) -> bool:
+        # A bound on the exact prefix asks for what lies behind it to be computed.
+        return view.fuzzy and view.max_exact is None and self._config.fuzzy_max_share > 0
+
     def _pieces(self, view: RequestView, exact: int) -> list[Candidate]:
         """What to serve beyond the exact prefix: verified, chosen and cut to size."""
         config, length = self._config, len(view.tokens)
-        # A bound on the exact prefix asks for what lies behind it to be computed.
-        if not view.fuzzy or view.max_exact is not None or not config.fuzzy_max_share:
-            return []
         if length - config.fuzzy_min_suffix - exact < config.fuzzy_min_span:
             return []
         runs = []

@@ -30,7 +30,7 @@ class DoorTable:
 
     def __init__(self, num_slots: int, page_size: int, stride: int) -> None:
         self._page_size = page_size
-        expected = max(num_slots // stride, 512)
+        expected = max(num_slots // stride, 32)
         self._bits = expected.bit_length()  # one to two buckets for every door of a full pool
         self._heads = np.full(1 << self._bits, _NONE, np.int32)
         self._first_on_page = np.full(-(-num_slots // page_size), _NONE, np.int32)

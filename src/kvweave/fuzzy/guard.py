@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 from typing import TypeVar
@@ -47,8 +46,10 @@ class Guard:
         self._rest = FIRST_REST
         self._resting_until = float("-inf")
         self._logged: set[str] = set()
-        self.counts: Counter[str] = Counter()
-        """asked, resting (not asked), raised, late, proposed (candidates), refused (of them)."""
+        self.counts = dict.fromkeys(
+            ("asked", "resting", "raised", "late", "proposed", "refused"), 0
+        )
+        """Calls that were made, left out, raised and late; candidates proposed, and refused."""
 
     def match(self, view: RequestView, exact: int) -> list[Candidate]:
         """The provider's candidates, not yet verified; none if it failed in any way."""
