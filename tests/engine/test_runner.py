@@ -58,9 +58,8 @@ class Bench:
         """Compute the given positions of the given rows together; the logits of all of them."""
         rows = [self.rows[index] for index, _ in work]
         at = [np.array(positions, np.int64) for _, positions in work]
-        tables = [
-            row.pages[: p.max() // self.page_size + 1] for row, p in zip(rows, at, strict=True)
-        ]
+        needs = [int(positions.max()) // self.page_size + 1 for positions in at]
+        tables = [row.pages[:need] for row, need in zip(rows, needs, strict=True)]
         total = sum(len(p) for p in at)
         return self.runner.forward(
             ForwardBatch(
