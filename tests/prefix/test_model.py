@@ -44,7 +44,7 @@ class Chaos:
         action()
         self.world.check()
 
-    def view(self) -> RequestView:
+    def view(self, *, fuzzy: bool = True) -> RequestView:
         namespace = NAMESPACES[self.rng.choice(len(NAMESPACES), p=[0.7, 0.1, 0.1, 0.1])]
         bound = int(self.rng.integers(0, 4 * self.world.page_size))
         return self.world.view(
@@ -52,6 +52,7 @@ class Chaos:
             namespace,
             priority=int(self.rng.integers(3)),
             max_exact=bound if self.rng.random() < 0.1 else None,
+            fuzzy=fuzzy,
         )
 
     def prompt(self) -> IntArray:
@@ -116,7 +117,7 @@ class Chaos:
 
     def promised(self) -> None:
         """As the model has it: what live requests of the namespace will have in common with us."""
-        view, cache = self.view(), self.world.cache
+        view, cache = self.view(fuzzy=False), self.world.cache  # prefixes only
         matched = cache.match(view)
         promised = cache.promised(view, matched)
         if not promised:
@@ -199,4 +200,4 @@ def test_random_operations_keep_every_page_what_it_should_be(backend: str, seed:
     if world.keeps:
         assert min(chaos.happened["hit"], 5 * chaos.happened["preempt"]) > 50, chaos.happened
         assert world.cache.stats().evicted_pages > 100
-        assert world.cache.stats().converged_pages > 10
+        assert world.cache.stats().converged_pages > 5

@@ -68,7 +68,9 @@ class World:
         view = self.view(tokens, namespace, **more)
         expected = self.longest_prefix(view)
         assert self.cache.match(view) == expected
+        before = self.cache.cached_pages
         client = Client(self, view)
+        self.forget(before - self.cache.cached_pages)  # room for moved KV is made at once
         assert client.lease.plan.exact == expected
         self.live.append(client)
         return client

@@ -22,12 +22,16 @@ def plan_spans(
     Ascending pieces of the given runs, each at least `fuzzy_min_span` long. Never among them: the
     exact prefix, the prompt's first `fuzzy_sink_tokens` and last `fuzzy_min_suffix` tokens, and a
     donor's first `fuzzy_sink_tokens`, since a model leans on the very first tokens of its context
-    and their KV is like no other (StreamingLLM, arXiv 2309.17453).
+    and their KV is like no other (StreamingLLM, arXiv 2309.17453). Nor is what goes on with the
+    exact prefix into a page that is only partly equal: computing those few tokens keeps the
+    request exact, and its pages fit for everyone.
     """
     low = max(exact, config.fuzzy_sink_tokens)
     high = length - config.fuzzy_min_suffix
     usable = []
     for run in runs:
+        if run.start == run.donor_start == 0:
+            continue  # the prompt's own prefix
         start = max(run.start, low, run.start + config.fuzzy_sink_tokens - run.donor_start)
         piece = _cut(run, start, min(run.end, high))
         if piece.length >= config.fuzzy_min_span:

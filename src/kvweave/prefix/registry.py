@@ -24,6 +24,7 @@ _BACKENDS = {
     "none": _Backend("kvweave.prefix.none:NoCache"),
     "hash": _Backend("kvweave.prefix.hash:HashCache"),
     "radix": _Backend("kvweave.prefix.radix:RadixCache"),
+    "fuzzy_match": _Backend("kvweave.fuzzy.backend:FuzzyCache", moves=True),
 }
 
 
