@@ -77,7 +77,9 @@ TINY: dict[str, Callable[[], PreTrainedConfig]] = {
         tie_word_embeddings=False,
     ),
     "gptj": _build("GPTJConfig", **_GPT, rotary_dim=8, tie_word_embeddings=False),
-    "gemma2": _build("Gemma2Config", **_COMMON, head_dim=16, sliding_window=8),
+    "gemma2": _build(
+        "Gemma2Config", **_COMMON, head_dim=16, sliding_window=8, attn_logit_softcapping=2.0
+    ),
     "gemma3": _build(
         "Gemma3TextConfig",
         **_COMMON,
