@@ -28,23 +28,28 @@ def check_settings(settings: PreTrainedConfig) -> None:
 def context_length_of(settings: PreTrainedConfig, wanted: int | None) -> int:
     """Longest prompt plus output: the model's own, or `wanted` if that is not more.
 
-    Raises ConfigError if it is.
+    Raises ConfigError if it is, UnsupportedModelError if neither is known.
     """
     own = _own_context_length(settings)
     if wanted is None:
+        if own is None:
+            raise UnsupportedModelError(
+                "its configuration has no max_position_embeddings: say with --context-length how "
+                "long a prompt and its output may be"
+            )
         return own
-    if wanted > own:
+    if own is not None and wanted > own:
         raise ConfigError(
             [f"--context-length {wanted} is more than this model's {own} tokens; lower or drop it"]
         )
     return wanted
 
 
-def _own_context_length(settings: PreTrainedConfig) -> int:
+def _own_context_length(settings: PreTrainedConfig) -> int | None:
     text = settings.get_text_config()
-    own = getattr(text, "max_position_embeddings", None)
+    own: int | None = getattr(text, "max_position_embeddings", None)
     if own is None:
-        raise UnsupportedModelError("its configuration has no max_position_embeddings")
+        return None
     for rope in _rope_settings(settings):
         before = rope.get("original_max_position_embeddings")
         if before is None:
@@ -61,7 +66,7 @@ def _own_context_length(settings: PreTrainedConfig) -> int:
         elif rope["rope_type"] == "yarn":
             # Some configurations state the length before scaling, some the one after.
             own = max(own, int(before * rope.get("factor", 1.0)))
-    return int(own)
+    return own
 
 
 def _rope_settings(settings: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:

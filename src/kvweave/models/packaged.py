@@ -84,8 +84,10 @@ def _download(scratch: Path, progress: Progress) -> Path:
             env={**os.environ, "TMPDIR": str(temporary)},
         )
         # pip's own progress is for screens; the growth of its files is for everyone.
+        done = 0
         while running.poll() is None:
-            progress(what, min(_size(scratch), _WHEEL_BYTES), _WHEEL_BYTES)
+            done = max(done, min(_size(scratch), _WHEEL_BYTES))
+            progress(what, done, _WHEEL_BYTES)
             time.sleep(0.1)
     if running.returncode:
         said = log.read_text(errors="replace").strip().splitlines() or ["it did not say why"]
@@ -119,7 +121,7 @@ def _size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):  # pip moves its files meanwhile
-            total += path.stat().st_size
+            total += path.stat().st_size if path.is_file() else 0
     return total
 
 
