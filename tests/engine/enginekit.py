@@ -21,7 +21,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.machinery import Machinery
 from kvweave.engine.types import Completion, GenerateRequest, OutputDelta, SamplingParams
 from kvweave.kv.pool import PagePool
-from kvweave.prefix.base import CacheOptions
+from kvweave.prefix.base import CacheOptions, PrefixCache
 from kvweave.prefix.registry import backend_names, create_cache
 
 VOCABULARY = 96
@@ -223,6 +223,7 @@ def make_world(
     context_length: int = 4096,
     eviction: str = "lru",
     wait: bool = True,
+    make_cache: Callable[[PagePool, CacheOptions, OracleRunner], PrefixCache] | None = None,
     **scheduler: Any,
 ) -> World:
     cache_config = CacheConfig(
@@ -233,7 +234,10 @@ def make_world(
     pool = PoisonedPool(pool_tokens // page_size, page_size)
     pool.runner = runner = OracleRunner(pool)
     options = CacheOptions(eviction=eviction, wait_for_producers=wait, fuzzy=config.fuzzy)
-    cache = create_cache(backend, pool, options, runner)
+    if make_cache is not None:
+        cache = make_cache(pool, options, runner)
+    else:
+        cache = create_cache(backend, pool, options, runner)
     engine = Engine(config, fake_model(context_length), Machinery(pool, cache, runner))
     return World(engine, runner)
 

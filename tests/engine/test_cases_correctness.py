@@ -85,7 +85,9 @@ def test_prompt_logprobs_are_the_same_with_and_without_a_hit(backend, chunk):
     world.run(request("echo", tokens, 0, prompt_logprobs=0))
     cold, warm, echo = (world.answers[rid, 0] for rid in ("cold", "warm", "echo"))
     assert cold.prompt_logprobs == warm.prompt_logprobs
-    assert [at.logprob for at in echo.prompt_logprobs] == [at.logprob for at in cold.prompt_logprobs]
+    assert [at.logprob for at in echo.prompt_logprobs] == [
+        at.logprob for at in cold.prompt_logprobs
+    ]
     assert {at.top for at in echo.prompt_logprobs} == {()}
     assert (echo.text, echo.token_ids, echo.finish_reason) == ("", [], "length")
     assert warm.usage.cached_tokens == 0, "all of it had to be computed"

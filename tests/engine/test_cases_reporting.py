@@ -142,4 +142,3 @@ def test_logprobs_are_the_models_own_whatever_is_sampled():
         assert [token for token, _ in found.top] == best
         for token, logprob in found.top:
             assert logprob == pytest.approx(expected[token], abs=1e-4)
-

@@ -40,11 +40,9 @@ class Detokenizer:
         """`decode` shows special tokens as text; those in `skipped` are left out of the output."""
         self._decode = decode
         self._skipped = skipped
-        self._window = [int(token) for token in prompt[-_CONTEXT:]]
-        self._settled = len(self._window)
-        """Window tokens whose text was emitted, or belongs to the prompt."""
-        self._emitted = len(self._text().rstrip(BROKEN))
-        """Characters of the window's text that were emitted, or belong to the prompt."""
+        self._window = _context(decode, prompt)
+        self._settled, self._emitted = _whole_characters(decode, self._window)
+        """Of the window, tokens and characters that were emitted, or belong to the prompt."""
         self._held = 0
         """Tokens since text was last emitted."""
 
@@ -93,6 +91,26 @@ class Detokenizer:
 
     def _text(self) -> str:
         return self._decode(self._window) if self._window else ""
+
+
+def _context(decode: Callable[[list[int]], str], prompt: Sequence[int] | IntArray) -> list[int]:
+    """The prompt's last tokens, from the beginning of a character on."""
+    recent = [int(token) for token in prompt[-_CONTEXT - _LONGEST_CHARACTER + 1 :]]
+    for start in range(max(0, len(recent) - _CONTEXT), -1, -1):
+        ends = range(start + 1, start + 1 + _LONGEST_CHARACTER)
+        if any(BROKEN not in decode(recent[start:end]) for end in ends):
+            return recent[start:]
+    return recent
+
+
+def _whole_characters(decode: Callable[[list[int]], str], tokens: list[int]) -> tuple[int, int]:
+    """How many tokens, and characters, there are without a last one that has only begun."""
+    # Byte fallback shows a whole run of bytes as broken while its last character is incomplete.
+    for end in range(len(tokens), max(0, len(tokens) - _LONGEST_CHARACTER), -1):
+        text = decode(tokens[:end])
+        if not text.endswith(BROKEN):
+            return end, len(text)
+    return 0, 0
 
 
 def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:

@@ -1,0 +1,118 @@
+"""Stop strings: found wherever token borders fall, cut right, never shown in part."""
+
+from __future__ import annotations
+
+import pytest
+from enginekit import make_world, oracle_answer, prompt, request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.engine.stopping import StopMatcher
+
+SHORT = st.text("ab", min_size=1, max_size=4)
+
+
+def first_end(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """Where the first stop string to be complete ends; the longest, if several end there."""
+    for end in range(1, len(text) + 1):
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            return end, max(ended, key=len)
+    return None
+
+
+@given(st.lists(st.text("abc", max_size=3), max_size=12), st.lists(SHORT, min_size=1, max_size=3))
+def test_equals_searching_the_whole_text(pieces, stops):
+    text = "".join(pieces)
+    found = first_end(text, stops)
+    for include in (False, True):
+        matcher = StopMatcher(stops, include)
+        shown = ""
+        for piece in pieces:
+            shown += matcher.feed(piece)
+            assert text.startswith(shown)
+            if matcher.matched is not None:
+                break
+        if found is None:
+            assert matcher.matched is None
+            assert shown + matcher.finish() == text
+        else:
+            end, stop = found
+            assert matcher.matched == stop
+            assert shown == (text[:end] if include else text[: end - len(stop)])
+            assert matcher.finish() == ""
+
+
+@given(st.lists(st.text("abc", max_size=3), max_size=12), st.lists(SHORT, min_size=1, max_size=3))
+def test_holds_back_no_more_than_what_may_become_a_stop(pieces, stops):
+    matcher, text, shown = StopMatcher(stops), "", ""
+    for piece in pieces:
+        text += piece
+        shown += matcher.feed(piece)
+        if matcher.matched is not None:
+            return
+        held = text[len(shown) :]
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def answer_text(tokens: list[int]) -> str:
+    return "".join(chr(33 + token) for token in tokens)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_an_answer_ends_at_its_stop_string(include, length):
+    tokens = prompt(20, 1)
+    text = answer_text(oracle_answer(tokens, 30))
+    stop = text[12 : 12 + length]
+    end = text.index(stop) + length
+    world = make_world("radix")
+    world.run(request("r", tokens, 30, stop=("never", stop), include_stop_str_in_output=include))
+    answer = world.answers["r", 0]
+    assert (answer.finish_reason, answer.matched_stop) == ("stop", stop)
+    assert answer.text == (text[:end] if include else text[: end - length])
+    assert answer.token_ids == oracle_answer(tokens, end)
+    world.assert_idle()
+
+
+def test_what_was_held_back_comes_with_the_end():
+    tokens = prompt(20, 1)
+    text = answer_text(oracle_answer(tokens, 10))
+    world = make_world("radix")
+    world.run(request("r", tokens, 10, stop=(text[7:] + "!!",)))
+    answer = world.answers["r", 0]
+    assert (answer.text, answer.finish_reason, answer.matched_stop) == (text, "length", None)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_ends_the_answer_and_is_not_shown(include):
+    tokens = prompt(20, 1)
+    expected = oracle_answer(tokens, 30)
+    stop = expected[10]
+    end = expected.index(stop) + 1
+    world = make_world("radix")
+    world.run(request("r", tokens, 30, stop_token_ids=(stop,), include_stop_str_in_output=include))
+    answer = world.answers["r", 0]
+    assert (answer.finish_reason, answer.matched_stop) == ("stop", stop)
+    assert answer.token_ids == expected[:end]
+    assert answer.text == answer_text(expected[: end if include else end - 1])
+
+
+def test_min_tokens_keep_stops_and_the_end_token_away():
+    tokens = prompt(20, 1)
+    world = make_world("radix")
+    bias = {95: 100.0}  # the end token, always
+    world.run(
+        request("ends", tokens, 30, ignore_eos=False, logit_bias=bias),
+        request("waits", tokens, 30, ignore_eos=False, logit_bias=bias, min_tokens=6),
+        request("ignores", tokens, 8, logit_bias=bias),
+    )
+    assert world.ids("ends") == [95]
+    assert world.answers["ends", 0].text == ""
+    waited = world.ids("waits")
+    assert (len(waited), waited[-1]) == (7, 95)
+    assert 95 not in waited[:-1]
+    assert world.ids("ignores") == [95] * 8
+    text = answer_text(oracle_answer(tokens, 9))
+    world.run(request("later", tokens, 9, stop=(text[1], text[6:8]), min_tokens=4))
+    assert world.answers["later", 0].text == text[:6]
