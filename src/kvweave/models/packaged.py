@@ -83,12 +83,15 @@ def _download(scratch: Path, progress: Progress) -> Path:
             stderr=words,
             env={**os.environ, "TMPDIR": str(temporary)},
         )
-        # pip's own progress is for screens; the growth of its files is for everyone.
-        done = 0
-        while running.poll() is None:
-            done = max(done, min(_size(scratch), _WHEEL_BYTES))
-            progress(what, done, _WHEEL_BYTES)
-            time.sleep(0.1)
+        try:
+            # pip's own progress is for screens; the growth of its files is for everyone.
+            done = 0
+            while running.poll() is None:
+                done = max(done, min(_size(scratch), _WHEEL_BYTES))
+                progress(what, done, _WHEEL_BYTES)
+                time.sleep(0.1)
+        finally:
+            running.kill()
     if running.returncode:
         said = log.read_text(errors="replace").strip().splitlines() or ["it did not say why"]
         raise FetchError(
