@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvweave.errors import RequestError
+
+if TYPE_CHECKING:
+    from kvweave.models import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +58,16 @@ class ModelCard:
             "max_model_len": self.context_length,
             "vocab_size": self.vocab_size,
         }
+
+
+def card_of(loaded: LoadedModel, tokenizer_path: str | None = None) -> ModelCard:
+    """The card of a loaded model."""
+    return ModelCard(
+        name=loaded.name,
+        path=loaded.path,
+        tokenizer_path=tokenizer_path or loaded.path,
+        context_length=loaded.context_length,
+        vocab_size=loaded.vocab_size,
+        model_type=loaded.config.model_type,
+        architectures=tuple(loaded.config.architectures or ()),
+    )

@@ -1,0 +1,165 @@
+"""The command line's flags, derived from the frozen dataclasses of settings.
+
+A field is a flag: its name gives the spelling, its annotation the type, its metadata the help and
+the choices. Nothing is written twice. All that is wrong with a command line is reported together:
+unreadable values, unknown flags, and what `problems()` finds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, fields, is_dataclass
+from typing import Any
+
+import typer
+
+from kvweave.config import flag_name, validate
+from kvweave.errors import ConfigError
+from kvweave.registries import choices_of
+
+PASS_UNKNOWN = {"ignore_unknown_options": True, "allow_extra_args": True}
+"""Context settings of commands with derived flags: unknown ones come here to be reported."""
+
+_KINDS: dict[type, tuple[str, str]] = {
+    int: ("INTEGER", "a whole number"),
+    float: ("NUMBER", "a number"),
+    str: ("TEXT", "a text"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for a value until all problems are known."""
+
+    problem: str
+
+
+def takes_settings(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a typer command take `groups`, by parameter name: dataclasses, or dataclasses of them.
+
+    The command receives built, validated settings; typer sees one option per field instead. Raises
+    ConfigError with every problem at once.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        leaves = [leaf for kind in groups.values() for leaf in _leaves(kind)]
+        flags = {item.name: flag_name(item.name) for leaf in leaves for item in fields(leaf)}
+
+        @functools.wraps(command)
+        def run(ctx: typer.Context, **values: Any) -> None:
+            given = {name: values.pop(name) for name in flags}
+            problems = [v.problem for v in given.values() if isinstance(v, _Unreadable)]
+            problems += _unknown(ctx.args, values, flags.values())
+            readable = {n: v for n, v in given.items() if not isinstance(v, _Unreadable)}
+            built = {name: _build(kind, readable) for name, kind in groups.items()}
+            try:
+                validate(*(leaf for group in built.values() for leaf in _parts(group)))
+            except ConfigError as error:
+                problems += error.problems
+            if problems:
+                raise ConfigError(problems)
+            command(**values, **built)
+
+        run.__signature__ = _signature(command, groups, leaves)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _signature(
+    command: Callable[..., None], groups: Mapping[str, type], leaves: list[type]
+) -> inspect.Signature:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    hints = typing.get_type_hints(command, include_extras=True)
+    own = [
+        parameter.replace(kind=keyword, annotation=hints[name])
+        for name, parameter in inspect.signature(command).parameters.items()
+        if name not in groups
+    ]
+    derived = [
+        inspect.Parameter(
+            item.name,
+            keyword,
+            default=_option(_kind(leaf, item), item),
+            annotation=_kind(leaf, item),
+        )
+        for leaf in leaves
+        for item in fields(leaf)
+    ]
+    ctx = inspect.Parameter("ctx", keyword, annotation=typer.Context)
+    return inspect.Signature([ctx, *own, *derived])
+
+
+def _leaves(kind: type) -> list[type]:
+    """The dataclasses whose fields are flags: `kind` itself, or those that it is made of."""
+    nested = [type(item.default) for item in fields(kind) if is_dataclass(item.default)]
+    return nested or [kind]
+
+
+def _build(kind: Any, values: Mapping[str, Any]) -> Any:
+    if _leaves(kind) == [kind]:
+        return kind(
+            **{item.name: values[item.name] for item in fields(kind) if item.name in values}
+        )
+    return kind(**{item.name: _build(type(item.default), values) for item in fields(kind)})
+
+
+def _parts(group: Any) -> list[Any]:
+    nested = [getattr(group, item.name) for item in fields(group)]
+    return nested if _leaves(type(group)) != [type(group)] else [group]
+
+
+def _kind(group: type, item: Field[Any]) -> type:
+    """The type of one value: `int | None` is int."""
+    hint = typing.get_type_hints(group)[item.name]
+    if isinstance(hint, types.UnionType):
+        hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    kind: type = hint
+    return kind
+
+
+def _option(kind: type, item: Field[Any]) -> Any:
+    flag = flag_name(item.name)
+    shared: dict[str, Any] = {
+        "help": item.metadata["help"],
+        "envvar": f"KVWEAVE_{item.name.upper()}",
+        "show_envvar": False,
+        "show_default": item.default is not None,
+    }
+    if kind is bool:
+        return typer.Option(item.default, f"{flag}/--no-{flag[2:]}", **shared)
+    if choices := choices_of(item.metadata.get("choices")):
+        shared["help"] += f" One of {', '.join(choices)}."
+    reader = _reader(kind, flag)
+    return typer.Option(item.default, flag, parser=reader, metavar=_KINDS[kind][0], **shared)
+
+
+def _reader(kind: type, flag: str) -> Callable[[Any], Any]:
+    def read(text: Any) -> Any:
+        try:
+            return kind(text) if isinstance(text, str) else text
+        except ValueError:
+            return _Unreadable(f"{flag} takes {_KINDS[kind][1]}, not {text!r}")
+
+    return read
+
+
+def _unknown(extra: list[str], values: Mapping[str, Any], known: Any) -> list[str]:
+    """What no flag or argument of the command accounts for."""
+    candidates = list(extra)
+    for value in values.values():  # arguments take in what looks like an unknown flag
+        candidates += value if isinstance(value, list) else [value]
+    flags = [text for text in candidates if isinstance(text, str) and text.startswith("--")]
+    problems = []
+    for flag in (text.split("=", 1)[0] for text in flags):
+        close = difflib.get_close_matches(flag, list(known), 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        problems.append(f"there is no flag {flag}{hint}")
+    if extra and not flags:
+        problems.append(f"there is no place for the argument {extra[0]!r}")
+    return problems

@@ -1,0 +1,98 @@
+"""The command line as a whole: one sentence and exit code 2 for every error."""
+
+import subprocess
+import sys
+
+import pytest
+
+import kvweave
+from kvweave.cli.main import main
+from kvweave.errors import UnsupportedModelError
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return left.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--port", "x", "--page-size", "-1"], "--port"),
+        (["serve", "--port"], "--port"),
+        (["serve", "--model", "/no/such/folder", "--port", "0"], "/no/such/folder"),
+        (["serve", "--host", "no such host"], "no such host"),
+        (["frobnicate"], "frobnicate"),
+        (["generate", "--max-tokens", "-1", "x"], "--max-tokens must be"),
+        (["generate", "--temperature", "hot", "x"], "--temperature takes a number"),
+        (["chat", "--top-p", "0"], "--top-p must be above 0"),
+        (["bench"], "cold-groups"),
+        (["bench", "nonesuch"], "nonesuch"),
+        (["bench", "engine", "--json"], "--json"),
+        (["info", "--model", "/no/such/folder"], "/no/such/folder"),
+        (["info", "--dtype", "int3"], "--dtype is one of"),
+    ],
+)
+def test_errors_are_one_sentence_and_code_2(arguments, words, capfd):
+    assert run(*arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    [line] = err.strip().split("\n")
+    assert line.startswith("kvweave: ")
+    assert words in line
+
+
+def test_what_nobody_foresaw_is_a_sentence_too_unless_debugging(monkeypatch, capfd):
+    def broken(*_):
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("kvweave.server.run.bind", broken)
+    assert run("serve") == 2
+    assert "unexpected ZeroDivisionError: by zero (--debug shows where)" in capfd.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        main(["serve", "--debug"])
+    monkeypatch.setenv("KVWEAVE_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["serve"])
+
+
+def test_a_model_that_cannot_be_served_is_a_sentence(monkeypatch, capfd):
+    def refuse(*_):
+        raise UnsupportedModelError("gpt9 cannot be served: it has no layers.")
+
+    monkeypatch.setattr("kvweave.models.load_model", refuse)
+    assert run("info") == 2
+    assert capfd.readouterr().err == "kvweave: gpt9 cannot be served: it has no layers\n"
+
+
+def test_interrupting_is_quiet(monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvweave.server.run.bind", interrupted)
+    assert run("serve") == 130
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_version_and_help(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"kvweave {kvweave.__version__}\n"
+    assert run() == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("serve", "generate", "chat", "bench", "info"))
+
+
+def test_benches_are_listed_one_a_line(capsys):
+    assert run("bench", "--list") == 0
+    assert "cold-groups" in capsys.readouterr().out.split("\n")
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys; from kvweave.cli.main import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules, 'help would take seconds'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
