@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvweave.config import ModelConfig
-from kvweave.errors import UnsupportedModelError
+from kvweave.errors import KvweaveError, UnsupportedModelError
 from kvweave.models import LoadedModel, hook, load_model, packaged
 from kvweave.models.cache import cache_folder, filled_once
 from tinymodels import TINY, byte_tokenizer, random_model
@@ -140,6 +140,12 @@ def test_a_folder_is_filled_wholly_or_not_at_all(tmp_path: Path) -> None:
         (folder / "file").write_text("ours")
     assert (target / "file").read_text() == "ours"
     assert target.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(KvweaveError, match="KVWEAVE_CACHE"), filled_once(tmp_path / "file" / "x"):
+        pytest.fail("must not begin")
 
 
 def test_the_first_of_two_fillers_wins(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class ModelRunner:
         call = self._calls.get(layer)
         if call is None:
             # A layer's scale and softcap are the model's constants: noted once.
-            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
             call = LayerCall(layer, scale, self.kv.layouts[layer].window, softcap)
             self._calls[layer] = call
         self.kv.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvweave.errors import KvweaveError, reason
+
 
 def cache_folder() -> Path:
     """`KVWEAVE_CACHE`, else .cache/kvweave in the user's home; it need not exist yet."""
@@ -20,10 +22,16 @@ def filled_once(target: Path) -> Iterator[Path]:
     """A new folder to fill, which becomes `target` in one step when the block ends without error.
 
     Two processes may fill the same target at once: the first to end wins, and the other's work is
-    dropped. Nobody ever sees a half-filled target.
+    dropped. Nobody ever sees a half-filled target. KvweaveError if the place cannot be written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise KvweaveError(
+            f"nothing can be kept in {target.parent}: {reason(error)}; name another folder with "
+            "the environment variable KVWEAVE_CACHE"
+        ) from error
     try:
         yield folder
         folder.chmod(0o755)  # mkdtemp's folders are for their owner alone

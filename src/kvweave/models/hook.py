@@ -69,7 +69,7 @@ def _attend(module: torch.nn.Module, *args: Any, **options: Any) -> tuple[torch.
 
 def _describe_mask(*, mask_function: Callable[..., Any], **_: Any) -> torch.Tensor:
     """A mask for PROBING: one number that survives whatever slicing a model does to masks."""
-    return torch.full((1, 1, 1, 1), float(described_window(mask_function)))
+    return torch.full((1, 1, 1, 1), described_window(mask_function))
 
 
 def described_window(visible: Callable[..., Any]) -> int:

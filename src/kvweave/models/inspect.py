@@ -64,8 +64,10 @@ class _Probe:
             )
         if mask is None:
             window = sliding_window or 0
-        else:
+        elif mask.dtype == torch.long:
             window = int(mask.flatten()[0])
+        else:  # something was added to it, or it was rounded
+            window = hook.UNKNOWN_MASK
         self.seen[layer] = _Seen(key, value.shape[-1], window)
         groups = query.shape[1] // value.shape[1]
         return value.repeat_interleave(groups, dim=1).transpose(1, 2), None

@@ -117,7 +117,9 @@ def _chat_template(file: str | None) -> str | None:
 def _tokenizer(source: Source, other: str | None) -> Any:
     path, revision = (source.path, source.revision) if other is None else (other, None)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision or "main", trust_remote_code=False
+        )
         if not len(tokenizer):
             raise ValueError("its vocabulary is empty")
     except Exception as error:  # transformers raises a dozen kinds
@@ -135,7 +137,10 @@ def _weights(
     try:
         with no_library_bars():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                source.path, revision=source.revision or "main", dtype=dtype
+                source.path,
+                revision=source.revision or "main",
+                dtype=dtype,
+                trust_remote_code=False,
             )
     except Exception as error:  # transformers raises a dozen kinds
         raise UnsupportedModelError(f"its weights cannot be loaded: {reason(error)}") from error

@@ -89,7 +89,9 @@ def _from_hub(name: str, revision: str | None) -> Source:
 
 def _settings(path: str, revision: str | None) -> PreTrainedConfig:
     try:
-        settings: PreTrainedConfig = AutoConfig.from_pretrained(path, revision=revision or "main")
+        settings: PreTrainedConfig = AutoConfig.from_pretrained(
+            path, revision=revision or "main", trust_remote_code=False
+        )
     except Exception as error:  # the hub's client and transformers raise a dozen kinds
         if Path(path).is_dir():
             raise UnsupportedModelError(
