@@ -122,6 +122,22 @@ def test_an_unreachable_hub_is_one_sentence() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_model_from_the_hub_is_known_by_its_commit(
+    tiny_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of the hub client's own cache, as on a machine that has been online once."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "models--someone--tiny"
+    shutil.copytree(tiny_folder("llama"), cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    loaded = load_model(ModelConfig(model="someone/tiny"))
+    assert loaded.name == "someone/tiny"
+    assert loaded.identity.startswith(f"someone/tiny@{commit}:float32:")
+    assert loaded.tokenizer.eos_token_id == 257
+
+
 def test_flags_that_do_not_suit_the_machine_are_refused(
     tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

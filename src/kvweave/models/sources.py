@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import xxhash
+from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, PreTrainedConfig
 
 from kvweave.errors import UnsupportedModelError, reason
@@ -42,9 +43,7 @@ def find_source(
         from kvweave.models import packaged
 
         folder = packaged.packaged_model(progress=progress)
-        return Source(
-            str(folder), packaged.NAME, _settings(str(folder), None), packaged.SHA256[:32]
-        )
+        return Source(str(folder), packaged.NAME, _settings(folder), packaged.SHA256[:32])
     path = Path(model).expanduser()
     if path.is_dir():
         return _from_folder(path, progress)
@@ -58,7 +57,7 @@ def find_source(
 def _from_folder(folder: Path, progress: Progress) -> Source:
     if not (folder / "config.json").is_file():
         raise UnsupportedModelError(f"{folder} is no model's folder: it holds no config.json")
-    settings = _settings(str(folder), None)
+    settings = _settings(folder)
     files = sorted(
         file for file in folder.iterdir() if file.suffix in (".json", ".safetensors", ".bin")
     )
@@ -76,30 +75,28 @@ def _from_gguf(file: Path, dtype: torch.dtype, progress: Progress) -> Source:
     folder = gguf.converted_folder(file.stem, fingerprint, dtype)
     if not folder.is_dir():
         gguf.convert(file, folder, dtype, progress=progress)
-    return Source(str(folder), file.stem, _settings(str(folder), None), fingerprint)
+    return Source(str(folder), file.stem, _settings(folder), fingerprint)
 
 
 def _from_hub(name: str, revision: str | None) -> Source:
-    settings = _settings(name, revision)
-    commit = settings._commit_hash
-    if commit is None:
-        raise UnsupportedModelError(f"the hub did not say which revision of {name} it supplies")
-    return Source(name, name, settings, commit, commit)
-
-
-def _settings(path: str, revision: str | None) -> PreTrainedConfig:
     try:
-        settings: PreTrainedConfig = AutoConfig.from_pretrained(
-            path, revision=revision or "main", trust_remote_code=False
-        )
-    except Exception as error:  # the hub's client and transformers raise a dozen kinds
-        if Path(path).is_dir():
-            raise UnsupportedModelError(
-                f"{path}/config.json cannot be used: {reason(error)}"
-            ) from error
+        config = Path(hf_hub_download(name, "config.json", revision=revision))
+    except Exception as error:  # the hub's client has a dozen kinds of errors
         raise UnsupportedModelError(
-            f"{path} is no folder and no GGUF file here, and the model hub did not supply a model "
+            f"{name} is no folder and no GGUF file here, and the model hub did not supply a model "
             f"of that name: {reason(error)}"
+        ) from error
+    # The client keeps each commit's files in a folder named after it.
+    commit = config.parent.name
+    return Source(name, name, _settings(config.parent), commit, commit)
+
+
+def _settings(folder: Path) -> PreTrainedConfig:
+    try:
+        settings: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises a dozen kinds
+        raise UnsupportedModelError(
+            f"{folder / 'config.json'} cannot be used: {reason(error)}"
         ) from error
     return settings
 
