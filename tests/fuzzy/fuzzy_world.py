@@ -199,3 +199,8 @@ def fingerprints(tokens: IntArray) -> npt.NDArray[np.int64]:
 def text(seed: int, length: int, vocabulary: int = 50_000) -> list[int]:
     """Made-up tokens, the same for the same seed."""
     return np.random.default_rng(seed).integers(0, vocabulary, length).tolist()  # type: ignore[no-any-return]
+
+
+def joined(*parts: list[int]) -> list[int]:
+    """One prompt made of parts."""
+    return [token for part in parts for token in part]

@@ -120,7 +120,6 @@ class FuzzyCache(RadixCache):
         donors = [node for node in nodes if node is not None]
         for node in donors:
             self.tree.lock(node)
-            self.tree.touch(node, lease.priority)
         exact_pages = len(lease.pages)
         try:
             # Evicts others if need be; the donors are locked.
