@@ -221,6 +221,19 @@ def test_the_trial_catches_attention_that_is_not_ours(
         load_model(ModelConfig(model=str(tiny_folder("llama"))))
 
 
+def test_a_model_that_stumbles_is_refused_in_words(
+    tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    def forward(self: LlamaForCausalLM, input_ids: torch.Tensor, use_cache: bool) -> None:
+        raise AssertionError("never reached: kvweave passes more than that")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="does not run the way that kvweave runs"):
+        load_model(ModelConfig(model=str(tiny_folder("llama"))))
+
+
 def test_masks_are_never_built_when_serving(
     tiny: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

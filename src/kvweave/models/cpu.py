@@ -52,15 +52,16 @@ def pack_weights(model: nn.Module) -> int:
     None are replaced where torch's build has no oneDNN, or its product differs from torch's own.
     """
     places = [
-        (parent, name, child)
+        (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.dtype in _DTYPES
     ]
-    if not places or not _packing_works(places[0][2]):
+    if not places or not _packing_works(getattr(*places[0])):
         return 0
-    for parent, name, child in places:
-        setattr(parent, name, PackedLinear(child))
+    for parent, name in places:
+        # One at a time, and nothing else holds the plain weight: a model is never there twice.
+        setattr(parent, name, PackedLinear(getattr(parent, name)))
     return len(places)
 
 

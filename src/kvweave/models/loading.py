@@ -12,7 +12,7 @@ import xxhash
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from kvweave.config import ModelConfig
-from kvweave.errors import ConfigError, UnsupportedModelError, reason
+from kvweave.errors import ConfigError, KvweaveError, UnsupportedModelError, reason
 from kvweave.kv.layout import LayerLayout
 from kvweave.models import cpu, hook
 from kvweave.models.inspect import inspect_layers
@@ -64,8 +64,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         context_length = context_length_of(source.settings, config.context_length)
         tokenizer = _tokenizer(source, config.tokenizer)
         model = _weights(source, dtype, device, progress)
-        layouts = inspect_layers(model, context_length)
-        vocab_size = run_trial(model, layouts)
+        layouts, vocab_size = _prove(model, context_length)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{source.name} cannot be served: {error}") from error
     model.set_attn_implementation(hook.SERVING)
@@ -153,6 +152,19 @@ def _weights(
         _log.debug("%d weights packed for oneDNN", packed)
     progress(what, 2, 2)
     return model
+
+
+def _prove(model: PreTrainedModel, context_length: int) -> tuple[tuple[LayerLayout, ...], int]:
+    """Layouts, and logits per token, of a model that was seen to run as the engine runs models."""
+    try:
+        layouts = inspect_layers(model, context_length)
+        return layouts, run_trial(model, layouts)
+    except KvweaveError:
+        raise
+    except Exception as error:  # whatever a model's code does with a call that it does not expect
+        raise UnsupportedModelError(
+            f"it does not run the way that kvweave runs models: {reason(error)}"
+        ) from error
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
