@@ -32,7 +32,8 @@ def make_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
     folder = tmp_path / "texts"
     folder.mkdir()
     rng = np.random.default_rng(7)
-    words = [f"w{number}" for number in range(4000)]
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    words = ["".join(rng.choice(letters, rng.integers(2, 9))) for _ in range(4000)]
 
     def body(n: int) -> str:
         lines = [" ".join(rng.choice(words, 60)) for _ in range(n // 60)]

@@ -71,6 +71,27 @@ def test_an_installed_debian_package_is_read_in_place(
     assert [command[0] for command in asked] == ["dpkg-query"]
 
 
+def test_without_the_systems_package_lists_private_ones_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = "usr/share/doc/x/x.txt.gz"
+
+    def output(package: str, *command: str, cwd: Path | None = None) -> str:
+        if command[:2] == ("apt-get", "download"):
+            raise fetch.FetchError("x could not be fetched: apt-get: no lists")
+        if "download" in command:
+            assert cwd is not None
+            assert f"Dir::State::Lists={cwd}/lists" in command
+            (cwd / "x_1_all.deb").write_bytes(b"")
+        if "-x" in command:
+            (Path(command[-1]) / member).parent.mkdir(parents=True)
+            (Path(command[-1]) / member).write_bytes(gzip.compress(b"Text."))
+        return "1"
+
+    monkeypatch.setattr(fetch, "_output", output)
+    assert fetch.debian_text("x", member, root=tmp_path / "nothing-here") == ("Text.", "1")
+
+
 def test_what_cannot_be_fetched_is_named_with_the_reason(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,11 @@ def _download_debian(package: str, folder: Path) -> Path:
         _output(package, "apt-get", "download", package, cwd=folder)
     except FetchError:
         # Containers are often shipped without lists, and only root may refresh the system's own.
+        for part in ("lists/partial", "cache/archives/partial"):
+            (folder / part).mkdir(parents=True)
         private = ["-o", f"Dir::State::Lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]
+        # Else root would hand over to a user who may not write into this folder.
+        private += ["-o", "APT::Sandbox::User=root"]
         _output(package, "apt-get", *private, "-qq", "update", cwd=folder)
         _output(package, "apt-get", *private, "download", package, cwd=folder)
     return next(folder.glob(f"{package}_*.deb"))

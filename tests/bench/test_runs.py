@@ -1,0 +1,136 @@
+"""Every bench runs through on a tiny model and tells the truth about it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvweave.bench.base import BenchOptions
+from kvweave.bench.registry import bench_names, get_bench, run_bench
+from kvweave.bench.report import Report, Row
+from kvweave.bench.workloads.corpus import Corpus
+from kvweave.errors import ConfigError, KvweaveError
+
+Run = Callable[..., Report]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Tiny, with room for the quick workloads; its tokenizer knows bytes."""
+    from transformers import LlamaConfig
+
+    from tinymodels import VOCABULARY, save
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+    )
+    return str(save(config, tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture
+def run(model: str, make_corpus: Callable[[int], Corpus], tmp_path: Path) -> Run:
+    def run(name: str, **options: object) -> Report:
+        console = Console(file=io.StringIO())
+        path = tmp_path / "report.json"
+        made = BenchOptions(model=model, quick=True, **options)  # type: ignore[arg-type]
+        report = run_bench(name, made, json_path=path, console=console)
+        assert json.loads(path.read_text())["rows"][0]["metric"] == report.rows[0].metric
+        return report
+
+    return run
+
+
+def by_arm(report: Report, metric: str) -> dict[str, Row]:
+    return {row.arm: row for row in report.rows if row.metric == metric}
+
+
+def values(report: Report, metric: str) -> dict[str, float]:
+    return {arm: row.value for arm, row in by_arm(report, metric).items()}
+
+
+def test_cold_groups_compute_the_shared_prefix_once_only_where_they_wait(run: Run) -> None:
+    report = run("cold-groups")
+    assert values(report, "prefill_tokens_per_group") == {
+        "none": 6272,
+        "hash": 6272,
+        "radix": 512,
+        "radix-no-wait": 6272,
+    }
+    assert set(values(report, "identical_ids").values()) == {1.0}
+    pages = values(report, "peak_pages")
+    assert pages["radix"] == 3 + 16 < pages["none"] == 4 * 16
+    first = by_arm(report, "first_token_ms")["radix"]
+    assert first.n == 16
+    assert first.p5 <= first.value <= first.p95
+
+
+def test_engine_compares_with_transformers_and_with_one_after_another(run: Run) -> None:
+    report = run("engine")
+    for metric in ("prefill_512", "decode_after_512", "append_15_after_512"):
+        ours = by_arm(report, metric)["kvweave"]
+        theirs = by_arm(report, metric)["transformers"]
+        assert (ours.baseline, theirs.baseline) == ("transformers", None)
+        assert ours.ratio == pytest.approx(theirs.value / ours.value)
+    together = by_arm(report, "decode_batch_8")["together"]
+    alone = by_arm(report, "decode_batch_8")["one after another"]
+    assert together.ratio == pytest.approx(together.value / alone.value)
+
+
+def test_moved_documents_are_served_and_right(run: Run) -> None:
+    report = run("moved")
+    assert values(report, "served") == {"512": 1.0}
+    assert values(report, "token_identity") == {"512": 1.0}
+    assert values(report, "document_share")["512"] > 0.9
+    speedup = by_arm(report, "first_token_speedup")["512"]
+    assert speedup.baseline == "cold"
+    assert speedup.ratio == speedup.value
+
+
+def test_shapes_are_measured_against_the_oracle(run: Run) -> None:
+    report = run("shapes")
+    served, oracle = values(report, "served_share"), values(report, "oracle_share")
+    assert len(served) == 9
+    assert served.keys() == oracle.keys()
+    assert set(values(report, "token_identity").values()) == {1.0}
+    assert served["new-wrapper"] > 0.6
+    assert all(served[arm] <= oracle[arm] + 0.05 for arm in served)
+
+
+def test_unrelated_prompts_are_not_served(run: Run) -> None:
+    report = run("unrelated")
+    assert values(report, "served") == {"fuzzy_match": 0.0}
+    ratio = by_arm(report, "throughput_ratio")["fuzzy_match"]
+    assert (ratio.n, ratio.baseline) == (3, "radix")
+
+
+def test_lookup_needs_no_model(run: Run) -> None:
+    report = run("lookup")
+    assert report.model is None
+    assert 0 < values(report, "bytes_per_token")["spans"] < 16
+    assert {"hit_ms", "unrelated_ms"} <= {row.metric for row in report.rows}
+
+
+def test_every_name_is_a_bench_that_knows_its_name() -> None:
+    assert [get_bench(name).name for name in bench_names()] == list(bench_names())
+
+
+def test_an_unknown_bench_lists_the_known() -> None:
+    with pytest.raises(KvweaveError, match=r"benches are cold-groups, .* not 'cold'"):
+        run_bench("cold")
+
+
+def test_bad_options_are_named_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_bench("lookup", BenchOptions(n=0, seed=-1))
+    assert len(caught.value.problems) == 2
