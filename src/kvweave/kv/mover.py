@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from kvweave.kv.pool import IntArray
+from kvweave.kv.rotary import relocate
+from kvweave.kv.tensors import KVTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,3 +34,41 @@ class KVMover(Protocol):
 
     def move(self, runs: Sequence[MoveRun]) -> None:
         """Copy every run's KV from its sources to its targets, keys rotated by its delta."""
+
+
+class TensorMover:
+    """Moves KV within one engine's tensors, layer by layer.
+
+    `zeroed` names layers whose moved KV becomes zero instead: for ablations only, since zeroed keys
+    keep their share of the softmax and give no value.
+    """
+
+    def __init__(self, kv: KVTensors, zeroed: frozenset[int] = frozenset()) -> None:
+        self._kv = kv
+        self._zeroed = zeroed
+
+    @property
+    def refusal(self) -> str | None:
+        for number, layout in enumerate(self._kv.layouts):
+            if layout.rotary is None:
+                why = layout.fixed_because or "they carry position in an unknown way"
+                return f"this model's keys cannot be moved (layer {number}): {why}"
+        return None
+
+    @torch.inference_mode()
+    def move(self, runs: Sequence[MoveRun]) -> None:
+        device = self._kv.device
+        slots = [
+            (torch.from_numpy(run.sources).to(device), torch.from_numpy(run.targets).to(device))
+            for run in runs
+        ]
+        for layer, layout in enumerate(self._kv.layouts):
+            keys, values = self._kv.keys[layer], self._kv.values[layer]
+            for run, (sources, targets) in zip(runs, slots, strict=True):
+                if layer in self._zeroed:
+                    keys[targets] = 0
+                    values[targets] = 0
+                    continue
+                assert layout.rotary is not None  # refused otherwise
+                keys[targets] = relocate(keys[sources], layout.rotary, run.delta)
+                values[targets] = values[sources]
