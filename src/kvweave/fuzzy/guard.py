@@ -51,6 +51,10 @@ class Guard:
         )
         """Calls that were made, left out, raised and late; candidates proposed, and refused."""
 
+    @property
+    def zeroed_layers(self) -> frozenset[int]:
+        return self._provider.zeroed_layers
+
     def match(self, view: RequestView, exact: int) -> list[Candidate]:
         """The provider's candidates, not yet verified; none if it failed in any way."""
         began = self._clock()

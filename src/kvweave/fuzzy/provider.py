@@ -97,6 +97,10 @@ class FuzzyMatchProvider(ABC):
     Made once per engine, with its view of the cache and the engine's settings.
     """
 
+    zeroed_layers: frozenset[int] = frozenset()
+    """Layers whose moved KV is to be zero instead of a copy: costs most of the quality, and exists
+    so that this can be measured."""
+
     def __init__(self, donors: Donors, config: FuzzyConfig) -> None:
         self.donors = donors
         self.config = config

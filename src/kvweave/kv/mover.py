@@ -18,11 +18,14 @@ class MoveRun:
     """Tokens that all move by the same distance.
 
     sources, targets: int32 (N), slots; no slot is both. `delta`: target position - donor position.
+    `zeroed`: layers whose moved KV becomes zero instead. For ablations only: zeroed keys keep their
+    share of the softmax and give no value.
     """
 
     sources: IntArray
     targets: IntArray
     delta: int
+    zeroed: frozenset[int] = frozenset()
 
 
 class KVMover(Protocol):
@@ -37,15 +40,10 @@ class KVMover(Protocol):
 
 
 class TensorMover:
-    """Moves KV within one engine's tensors, layer by layer.
+    """Moves KV within one engine's tensors, layer by layer."""
 
-    `zeroed` names layers whose moved KV becomes zero instead: for ablations only, since zeroed keys
-    keep their share of the softmax and give no value.
-    """
-
-    def __init__(self, kv: KVTensors, zeroed: frozenset[int] = frozenset()) -> None:
+    def __init__(self, kv: KVTensors) -> None:
         self._kv = kv
-        self._zeroed = zeroed
 
     @property
     def refusal(self) -> str | None:
@@ -65,7 +63,7 @@ class TensorMover:
         for layer, layout in enumerate(self._kv.layouts):
             keys, values = self._kv.keys[layer], self._kv.values[layer]
             for run, (sources, targets) in zip(runs, slots, strict=True):
-                if layer in self._zeroed:
+                if layer in run.zeroed:
                     keys[targets] = 0
                     values[targets] = 0
                     continue
