@@ -54,15 +54,13 @@ class _Producer:
         end = min(len(self._tokens), self.lease.plan.publishable)
         return self.lease.published, end // self._page_size * self._page_size
 
-    def shared(self, view: RequestView, hashes: HashArray, seconds: float) -> list[_Shared]:
-        """The runs that `view` shares with what was unpublished when first asked."""
-        known = self._shared.get(view.rid)
-        if known is None or known[0] is not view.tokens:
-            known = view.tokens, self._compare(view, hashes, seconds)
-            self._shared[view.rid] = known
-        return known[1]
+    def shared(self, view: RequestView) -> list[_Shared] | None:
+        """What `compare` found for this very prompt; None if it was never asked."""
+        tokens, runs = self._shared.get(view.rid, (None, None))
+        return runs if tokens is view.tokens else None
 
-    def _compare(self, view: RequestView, hashes: HashArray, seconds: float) -> list[_Shared]:
+    def compare(self, view: RequestView, hashes: HashArray, seconds: float) -> list[_Shared]:
+        """The runs that `view` shares with what is unpublished; `hashes` are its windows'."""
         doors = self._doors
         if doors is None:
             doors = self._doors = self._open_doors()
@@ -77,7 +75,9 @@ class _Producer:
             best = max(runs, key=lambda run: run.length)
             return best if best.start <= offsets[hit] else None
 
-        return runs_through(offsets, 2 * self._stride - 1, longest_at, seconds)
+        runs = runs_through(offsets, 2 * self._stride - 1, longest_at, seconds)
+        self._shared[view.rid] = view.tokens, runs
+        return runs
 
     def _run(self, tokens: IntArray, here: int, there: int) -> _Shared:
         before = common_suffix(tokens[: here + 1], self._tokens[: there + 1])
@@ -132,9 +132,12 @@ class Inflight:
                 self.discard(producer.lease)  # nearly done: its prompt never gets longer
             if end - begin < least or producer.lease.namespace != view.namespace:
                 continue
-            if hashes is None:
-                hashes = window_hashes(view.tokens, self._stride, namespace_seed(view.namespace))
-            shared = producer.shared(view, hashes, self._seconds)
+            shared = producer.shared(view)
+            if shared is None:
+                if hashes is None:
+                    seed = namespace_seed(view.namespace)
+                    hashes = window_hashes(view.tokens, self._stride, seed)
+                shared = producer.compare(view, hashes, self._seconds)
             most = max(most, sum(self._useful(shared, matched, begin, end)))
         return most if most >= least else 0
 
