@@ -1,0 +1,212 @@
+"""The engine over moved text, with KV that can be read: every token is known to be in its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from enginekit import World, make_world, oracle_answer, prompt, request
+from test_engine_fuzz import Faults, assert_answers
+
+from kvweave.config import FuzzyConfig
+from kvweave.errors import RequestError
+from kvweave.fuzzy.backend import FuzzyCache
+from kvweave.kv.pool import PagePool
+from kvweave.prefix.base import CacheOptions
+
+SMALL = FuzzyConfig(
+    fuzzy_stride=4,
+    fuzzy_min_span=8,
+    fuzzy_min_suffix=2,
+    fuzzy_sink_tokens=2,
+    fuzzy_min_reuse_ratio=0.0,
+    fuzzy_time_budget_ms=10_000.0,
+)
+DOCUMENT = prompt(120, 1)
+
+
+def fuzzy_world(page_size: int = 4, **options) -> World:
+    def make_cache(pool: PagePool, given: CacheOptions, mover) -> FuzzyCache:
+        return FuzzyCache(pool, replace(given, fuzzy=SMALL), mover)
+
+    return make_world(make_cache=make_cache, page_size=page_size, **options)
+
+
+def wrapped(seed: int, *documents: list[int]) -> list[int]:
+    """Documents behind, between and before other text."""
+    tokens = prompt(5 + seed % 7, 1000 + seed)
+    for at, document in enumerate(documents):
+        tokens += document + prompt(3 + (seed + at) % 5, 2000 + 10 * seed + at)
+    return tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk", [7, 2048])
+def test_a_moved_document_is_not_computed_again_and_answers_are_right(page_size, chunk):
+    world = fuzzy_world(page_size, chunked_prefill_size=chunk)
+    world.run(request("donor", wrapped(1, DOCUMENT)))
+    before = world.engine.snapshot().prefill_tokens
+    tokens = wrapped(2, DOCUMENT)
+    world.run(request("moved", tokens, 6))
+    assert world.ids("moved") == oracle_answer(tokens, 6)
+    usage = world.answers["moved", 0].usage
+    assert (usage.cached_tokens, usage.refreshed_tokens) == (0, 0)
+    assert usage.moved_tokens > 120 - page_size
+    assert world.engine.snapshot().prefill_tokens - before == len(tokens) - usage.moved_tokens
+    assert sum(span.length for span in world.answers["moved", 0].plan) == usage.moved_tokens
+    world.assert_idle()
+
+
+def test_passages_of_many_donors_in_another_order_behind_an_exact_prefix():
+    world = fuzzy_world()
+    passages = [prompt(40, seed) for seed in range(10, 16)]
+    head = prompt(24, 5)
+    world.run(request("head", head + prompt(9, 6)))
+    for at, passage in enumerate(passages):
+        world.run(request(f"donor{at}", wrapped(at, passage)))
+    order = [passages[at] for at in (4, 1, 5, 0, 0, 3)]
+    tokens = head + wrapped(9, *order)
+    world.run(request("all", tokens, 6))
+    answer = world.answers["all", 0]
+    assert world.ids("all") == oracle_answer(tokens, 6)
+    assert answer.usage.cached_tokens == 24
+    assert len({span.donor for span in answer.plan}) == 5
+    assert answer.usage.moved_tokens > 6 * 36
+
+
+def test_the_same_text_at_once_is_computed_once_wherever_it_stands():
+    """Five headers before one document: four requests wait for the first to publish it."""
+    world = fuzzy_world()
+    asked = [request(f"r{at}", wrapped(at, DOCUMENT), 5) for at in range(5)]
+    world.run(*asked)
+    for each in asked:
+        assert world.ids(each.rid) == oracle_answer(each.prompt_ids, 5)
+    everything = sum(len(each.prompt_ids) for each in asked)
+    assert world.engine.snapshot().prefill_tokens < everything - 4 * 110
+    assert world.peak_running > 1
+    world.assert_idle()
+
+    impatient = fuzzy_world(wait=False)
+    impatient.run(*asked)
+    assert impatient.engine.snapshot().prefill_tokens == everything
+
+
+def test_when_the_producer_is_aborted_the_waiting_go_on():
+    world = fuzzy_world(chunked_prefill_size=16)
+    asked = [request(f"r{at}", wrapped(at, DOCUMENT), 5) for at in range(3)]
+    for each in asked:
+        world.engine.add(each)
+    world.step()
+    assert [each.group.request.rid for each in world.engine.scheduler.running] == ["r0"]
+    world.engine.abort("r0")
+    world.run()
+    for each in asked[1:]:
+        assert world.ids(each.rid) == oracle_answer(each.prompt_ids, 5)
+    world.assert_idle()
+
+
+def test_what_was_answered_approximately_is_no_donor_and_the_next_gets_exact_kv_only():
+    world = fuzzy_world()
+    world.run(request("donor", wrapped(1, DOCUMENT)))
+    cached = world.engine.snapshot().cached_tokens
+    tokens = wrapped(2, DOCUMENT)
+    for rid in ("first", "second"):
+        world.run(request(rid, tokens, 30))
+        # Five to ten tokens of header are all that is exact.
+        assert world.answers[rid, 0].usage.cached_tokens <= 8
+        assert world.engine.snapshot().cached_tokens <= cached + 8
+    world.run(request("exact", tokens, 6, fuzzy=False))
+    assert world.answers["exact", 0].usage.moved_tokens == 0
+    world.run(request("healed", tokens, 6))
+    assert world.answers["healed", 0].usage.cached_tokens >= len(tokens) - 8
+    assert world.answers["healed", 0].plan == ()
+
+
+def test_prompt_logprobs_are_computed_from_exact_kv():
+    world = fuzzy_world()
+    world.run(request("donor", wrapped(1, DOCUMENT)))
+    tokens = wrapped(2, DOCUMENT)
+    world.run(request("scored", tokens, 3, prompt_logprobs=1))
+    assert world.answers["scored", 0].usage.moved_tokens == 0
+    assert len(world.answers["scored", 0].prompt_logprobs) == len(tokens)
+
+
+def test_a_preempted_request_comes_back_with_a_plan_for_its_output_too():
+    world = fuzzy_world(pool_tokens=360, chunked_prefill_size=64)
+    asked = [request(f"r{at}", wrapped(at, DOCUMENT), 90) for at in range(3)]
+    world.run(*asked)
+    assert world.engine.snapshot().preemptions > 0
+    for each in asked:
+        assert world.ids(each.rid) == oracle_answer(each.prompt_ids, 90)
+    world.assert_idle()
+
+
+FAMILIES = [prompt(90, seed) for seed in range(4)]
+
+
+def overlapping_request(rng: np.random.Generator, rid: str):
+    tokens = prompt(int(rng.integers(1, 12)), int(rng.integers(20)))
+    for _ in range(int(rng.integers(0, 4))):
+        family, start = FAMILIES[rng.integers(len(FAMILIES))], int(rng.integers(80))
+        tokens += family[start : start + int(rng.integers(1, 90))]
+        tokens += prompt(int(rng.integers(0, 4)), int(rng.integers(1000)))
+    sampling = {}
+    if rng.random() < 0.15:
+        sampling["prompt_logprobs"] = 1
+    if rng.random() < 0.2:
+        sampling["n"] = int(rng.integers(2, 4))
+    return request(
+        rid,
+        tokens,
+        int(rng.choice([1, 3, 20, 60])),
+        priority=int(rng.choice([0, 0, 0, 1, -1])),
+        salt=str(rng.choice(["", "a"])) if rng.random() < 0.2 else None,
+        fuzzy=rng.random() < 0.9,
+        **sampling,
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_lives_over_overlapping_text_answer_right(seed):
+    rng = np.random.default_rng(seed)
+    world = fuzzy_world(
+        page_size=int((1, 4, 16)[seed % 3]),
+        pool_tokens=int(rng.choice([320, 640, 1280])),
+        eviction=str(rng.choice(["lru", "lfu", "slru", "priority"])),
+        chunked_prefill_size=int(rng.choice([7, 32, 256])),
+        max_running_requests=int(rng.choice([1, 3, 8])),
+        schedule_policy=str(rng.choice(["fcfs", "lpm"])),
+        max_queued_requests=12,
+    )
+    faults = seed % 2 == 0
+    world.runner.before = Faults(rng, 0.05 if faults else 0.0)
+    copies = world.runner.move
+
+    def sometimes(runs):
+        if rng.random() < 0.1:
+            raise MemoryError("no room for the copy")
+        copies(runs)
+
+    world.runner.move = sometimes
+    requests = {}
+    for turn in range(80):
+        for _ in range(int(rng.integers(0, 3))):
+            new = overlapping_request(rng, f"{turn}-{len(requests)}")
+            try:
+                world.engine.add(new)
+                requests[new.rid] = new
+            except RequestError:
+                world.engine.check()
+        if requests and rng.random() < 0.1:
+            rid = str(rng.choice(list(requests)))
+            for delta in world.engine.abort(rid):
+                world.answers[delta.rid, delta.index].finish_reason = delta.finish_reason
+        world.step()
+    world.runner.before = lambda batch: None
+    world.run()
+    world.assert_idle()
+    assert_answers(world, requests, faults)
+    assert world.engine.snapshot().hit_tokens["moved"] > 80
+    world.engine.flush_cache()
+    assert world.engine.snapshot().free_tokens == world.engine.snapshot().total_tokens
