@@ -52,7 +52,9 @@ def test_facts_for_routers(client):
         info = client.get(path).json()
         assert info["version"] == kvweave.__version__
         assert info["prefix_cache_backend"] == "hash"
-        assert info["engine"]["total_tokens"] == 1600
+        assert info["engine"]["total_tokens"] == info["max_total_tokens"] == 1600
+        assert (info["served_model_name"], info["model_path"]) == ("toy", "/models/toy")
+        assert info["model"] is None, "SGLang's router wants a text here, or nothing"
         assert info["api_key"] is False
 
 

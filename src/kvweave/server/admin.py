@@ -56,12 +56,16 @@ def admin_router(service: Service, engine_config: EngineConfig) -> APIRouter:
     @router.get("/get_server_info")
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
+        now = engine.snapshot()
+        # Flat, with SGLang's names, since routers made for it ask here what a worker serves.
         return {
             **_settings(service, engine_config),
+            **card.facts(),
             "version": kvweave.__version__,
-            "model": card.facts(),
-            "engine": dataclasses.asdict(engine.snapshot()),
+            "max_total_tokens": now.total_tokens,
+            "dp_size": 1,
             "live_requests": len(service.live),
+            "engine": dataclasses.asdict(now),
         }
 
     @router.get("/flush_cache")

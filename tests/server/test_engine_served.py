@@ -1,0 +1,196 @@
+"""The server over the real engine and caches, with a pretended model that checks what they do."""
+
+import asyncio
+import contextlib
+import random
+import time
+
+import httpx
+import pytest
+from enginekit import EOS, LetterTokenizer, OracleRunner, make_world, oracle_answer
+from serverkit import RunningServer, eventually, toy_card, toy_tokenizer
+
+from kvweave.config import ServerConfig
+from kvweave.engine.async_engine import AsyncEngine
+from kvweave.prefix.registry import backend_names
+
+
+def serve(backend, **settings):
+    """A server, not yet started, over an engine whose every read of KV is checked."""
+    world = make_world(backend, **settings)
+    # What the engine writes is in the world's own letters; the server wants a whole tokenizer.
+    tokenizer = world.engine.loaded.tokenizer = toy_tokenizer()
+    return world, RunningServer(
+        AsyncEngine(world.engine), ServerConfig(port=0), toy_card(tokenizer)
+    )
+
+
+def assert_idle(world, client):
+    """No request owns a page; what is not free belongs to the cache, which can give it back."""
+
+    def idle():
+        now = client.get("/server_info").json()["engine"]
+        return now["running"] == now["waiting"] == now["used_tokens"] == 0
+
+    assert eventually(idle), client.get("/server_info").text
+    assert world.runner.violations == []
+
+
+@pytest.mark.parametrize("backend", backend_names())
+def test_200_clients_of_which_a_third_vanish(backend):
+    """Whoever stays gets the model's own answer; nobody leaves a page behind."""
+    choose = random.Random(3)
+    documents = [[choose.randrange(EOS) for _ in range(48)] for _ in range(6)]
+    world, server = serve(backend, pool_tokens=1024, chunked_prefill_size=128, page_size=4)
+    letters = LetterTokenizer()
+
+    async def one(client, fate):
+        prompt = choose.choice(documents)[: choose.randrange(8, 48)]
+        prompt = choose.choice(documents)[: choose.randrange(1, 24)] + prompt
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        if fate is not None:
+            body |= {"stream": choose.random() < 0.5, "n": choose.randrange(1, 3)}
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(client.post("/v1/completions", json=body), fate)
+            return
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        expected = letters.decode([token for token in oracle_answer(prompt, 12) if token != EOS])
+        assert reply.json()["choices"][0]["text"] == expected
+
+    async def all_of_them():
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+            fates = [choose.uniform(0, 1.5) if n % 3 == 0 else None for n in range(200)]
+            await asyncio.gather(*(one(client, fate) for fate in fates))
+
+    with server, server.client() as client:
+        asyncio.run(all_of_them())
+        assert_idle(world, client)
+        assert client.post("/flush_cache").status_code == 200
+    world.assert_idle()
+    assert world.engine.snapshot().free_tokens == 1024
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
+def test_leaving_in_every_phase(phase, stream, monkeypatch):
+    world, server = serve(
+        "radix", max_running_requests=2, chunked_prefill_size=16, page_size=4, pool_tokens=2048
+    )
+    gate = Gate(monkeypatch)
+    body = {"temperature": 0, "ignore_eos": True, "stream": stream}
+    long = {**body, "prompt": list(range(90)) * 5, "max_tokens": 500}
+    short = {**body, "prompt": [1, 2, 3], "max_tokens": 500}
+
+    async def leave():
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            blockers = 2 if phase == "queue" else 0
+            bodies = [short | {"cache_salt": str(n)} for n in range(blockers)]
+            bodies.append(long if phase == "prefill" else short)
+            tasks = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies
+            ]
+            await asyncio.to_thread(eventually, lambda: reached(world, phase))
+            assert reached(world, phase), world.engine.snapshot()
+            for task in reversed(tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    with server, server.client() as client:
+        asyncio.run(leave())
+        gate.open()
+        assert_idle(world, client)
+        reply = client.post("/v1/completions", json={**short, "max_tokens": 2, "stream": False})
+        assert reply.status_code == 200
+        assert client.get("/server_info").json()["engine"]["aborted"] >= 1
+    world.assert_idle()
+
+
+class Gate:
+    """Slows every forward pass down, until opened, so that phases can be met."""
+
+    def __init__(self, monkeypatch):
+        self.seconds = 0.01
+        forward = OracleRunner.forward
+
+        def slow(runner, batch):
+            time.sleep(self.seconds)
+            return forward(runner, batch)
+
+        monkeypatch.setattr(OracleRunner, "forward", slow)
+
+    def open(self):
+        self.seconds = 0.0
+
+
+def reached(world, phase):
+    now = world.engine.snapshot()
+    if phase == "queue":
+        return now.running == 2 and now.waiting == 1
+    if phase == "prefill":
+        return now.running == 1 and 0 < now.prefill_tokens < 300
+    return now.running == 1 and now.generated_tokens > 3
+
+
+def test_a_worker_that_fails_costs_its_requests_only(monkeypatch):
+    world, server = serve("radix", page_size=4)
+
+    def break_down(batch):
+        if 77 in batch.token_ids:
+            raise RuntimeError("the card is on fire")
+
+    world.runner.before = break_down
+    with server, server.client() as client:
+        reply = client.post("/v1/completions", json={"prompt": [77], "max_tokens": 2})
+        assert reply.status_code == 500
+        assert "on fire" in reply.json()["error"]["message"]
+        body = {"prompt": [5, 6], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert client.get("/health").status_code == 200
+        assert_idle(world, client)
+    world.assert_idle()
+
+
+def test_an_engine_that_gives_up_is_unhealthy_and_says_so():
+    world, server = serve("radix")
+
+    def break_down(batch):
+        raise RuntimeError("the card is gone")
+
+    world.runner.before = break_down
+    with server, server.client() as client:
+        for _ in range(6):
+            client.post("/v1/completions", json={"prompt": [1], "max_tokens": 2})
+        assert client.get("/health").status_code == 503
+        reply = client.post("/v1/completions", json={"prompt": [1], "max_tokens": 2})
+        assert reply.status_code == 503
+        assert reply.json()["error"]["code"] == "engine_dead"
+
+
+def test_limits_of_the_engine_reach_clients_in_words():
+    world, server = serve("radix", pool_tokens=64, page_size=4, max_queued_requests=1)
+    with server, server.client() as client:
+        for body, words in (
+            ({"prompt": [1] * 100}, "--max-total-tokens"),
+            ({"prompt": []}, "prompt"),
+            ({"prompt": [1], "stop_token_ids": [10**6]}, "stop_token_ids"),
+            ({"prompt": [1], "logit_bias": {"96": 1}}, "logit_bias"),
+        ):
+            reply = client.post("/v1/completions", json=body)
+            assert reply.status_code == 400
+            assert words in reply.json()["error"]["message"]
+        reply = client.post("/v1/completions", json={"prompt": [[1], [2], [3], [4]]})
+        assert reply.status_code == 429
+        assert reply.headers["retry-after"] == "1"
+        assert_idle(world, client)
+    world.assert_idle()
+
+
+def test_a_rid_is_free_again_after_a_failure():
+    world, server = serve("radix")
+    world.runner.before = lambda batch: 1 / 0
+    with server, server.client() as client:
+        for _ in range(3):
+            reply = client.post("/v1/completions", json={"prompt": [1], "rid": "same"})
+            assert reply.status_code == 500, reply.text
