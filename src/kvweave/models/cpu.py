@@ -38,8 +38,6 @@ class PackedLinear(nn.Module):
         return dense
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.numel():
-            return x.new_empty(*x.shape[:-1], self.out_features)
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._packed, self.bias, "none", [], ""
         )

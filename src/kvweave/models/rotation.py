@@ -105,7 +105,7 @@ def frequency_tables(model: torch.nn.Module) -> list[Floats]:
     tables: dict[bytes, Floats] = {}
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
-        if leaf.endswith("inv_freq") and "original" not in leaf:
+        if leaf.endswith("inv_freq"):
             table = buffer.double().cpu().numpy()
         elif leaf == "embed_positions" and buffer.dim() == 2 and len(buffer) > 1:
             # GPT-J keeps sines and cosines per position; at position 1 the angle is the frequency.
