@@ -1,0 +1,158 @@
+"""Proposes an order for a prompt's pieces in which more of it is an exact, cached prefix.
+
+Exact reuse ends where two prompts first differ. An application that puts retrieved passages into a
+prompt often does not mind their order, and then an order that a cache has seen before costs nothing
+and is exact, which no reuse beyond the prefix is. kvweave never reorders by itself: `propose`
+answers with an order and what it gains, and whoever owns the prompt decides.
+
+    proposal = propose(Pieces(head, passages, tail), SeenPrompts(earlier_prompts))
+    if proposal.gain:
+        passages = [passages[at] for at in proposal.order]
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.base import Namespace, PrefixCache, RequestView
+
+
+class Prefixes(Protocol):
+    """Whatever knows how much of a prompt would be an exact prefix."""
+
+    @property
+    def page_size(self) -> int:
+        """Lengths are multiples of it: up to `page_size` tokens more may be known than are told."""
+
+    def match_length(self, tokens: IntArray) -> int:
+        """Tokens at the beginning of `tokens` (int32) that are known."""
+
+
+def _nothing() -> IntArray:
+    return np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """A prompt in pieces: int32 token ids, tokenised one by one, with whatever separates them.
+
+    `head` stays first and `tail` last; `movable` may come in any order.
+    """
+
+    head: IntArray
+    movable: Sequence[IntArray]
+    tail: IntArray = field(default_factory=_nothing)
+
+    def prompt(self, order: Iterable[int]) -> IntArray:
+        """All tokens, the movable pieces in the given order."""
+        return np.concatenate([self.head, *(self.movable[at] for at in order), self.tail])
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """`order` lists indices of the movable pieces; the prefixes are in tokens of the prompt."""
+
+    order: tuple[int, ...]
+    exact_as_given: int
+    exact: int
+
+    @property
+    def gain(self) -> int:
+        """Tokens that need not be computed if the order is taken; 0 leaves it as it was."""
+        return self.exact - self.exact_as_given
+
+
+def propose(pieces: Pieces, known: Prefixes, max_lookups: int = 256) -> Proposal:
+    """The order with the longest exact prefix; among equals, the one nearest to the given order.
+
+    A search in depth: a piece is followed further only if all before it and itself may be known,
+    so that it costs about one look-up per piece and known order. `max_lookups` bounds it where many
+    orders are known; what was found by then is proposed.
+    """
+    search = _Search(pieces, known, max_lookups)
+    given = tuple(range(len(pieces.movable)))
+    as_given = known.match_length(pieces.prompt(given))
+    search.exact = as_given
+    search.extend(pieces.head, (), given)
+    order = search.best + tuple(at for at in given if at not in search.best)
+    # What follows the best beginning may be known as well, and pages may end in it.
+    return Proposal(order, as_given, known.match_length(pieces.prompt(order)))
+
+
+class _Search:
+    """The best beginning found so far, and how far the search may still go."""
+
+    def __init__(self, pieces: Pieces, known: Prefixes, lookups: int) -> None:
+        self.pieces = pieces
+        self.known = known
+        self.lookups = lookups
+        self.best: tuple[int, ...] = ()
+        self.exact = 0
+
+    def extend(self, before: IntArray, order: tuple[int, ...], left: tuple[int, ...]) -> None:
+        """Try every piece in `left` behind `before`, which is `order`'s prompt so far."""
+        if self.lookups < 1:
+            return
+        if not left:
+            # All pieces are placed: the tail may be known, too.
+            self._look(np.concatenate([before, self.pieces.tail]), order)
+            return
+        seen: set[bytes] = set()
+        for at in left:
+            piece = self.pieces.movable[at]
+            # Equal pieces open equal branches.
+            if self.lookups < 1 or piece.tobytes() in seen:
+                continue
+            seen.add(piece.tobytes())
+            tokens = np.concatenate([before, piece])
+            matched = self._look(tokens, (*order, at))
+            if matched >= len(tokens) - self.known.page_size:
+                self.extend(tokens, (*order, at), tuple(other for other in left if other != at))
+
+    def _look(self, tokens: IntArray, order: tuple[int, ...]) -> int:
+        self.lookups -= 1
+        matched = self.known.match_length(tokens)
+        if matched > self.exact:
+            self.best, self.exact = order, matched
+        return matched
+
+
+class SeenPrompts:
+    """Remembers the latest prompts, for whoever has no cache at hand: a client, or a router."""
+
+    page_size = 1
+
+    def __init__(self, prompts: Iterable[IntArray] = (), most: int = 64) -> None:
+        self._prompts: deque[IntArray] = deque(prompts, most)
+
+    def add(self, prompt: IntArray) -> None:
+        """A prompt was sent; the oldest one may be forgotten for it."""
+        self._prompts.append(prompt)
+
+    def match_length(self, tokens: IntArray) -> int:
+        return max((_common(tokens, prompt) for prompt in self._prompts), default=0)
+
+
+class CachedPrefixes:
+    """Asks a prefix cache, which changes nothing there. On the engine's thread only."""
+
+    def __init__(self, cache: PrefixCache, namespace: Namespace) -> None:
+        self.page_size = cache.page_size
+        self._cache = cache
+        self._namespace = namespace
+
+    def match_length(self, tokens: IntArray) -> int:
+        return self._cache.match(RequestView("reorder", tokens, self._namespace))
+
+
+def _common(first: IntArray, second: IntArray) -> int:
+    """The length of the common prefix, by whole-run comparison."""
+    shared = min(len(first), len(second))
+    different = np.flatnonzero(first[:shared] != second[:shared])
+    return int(different[0]) if len(different) else shared
