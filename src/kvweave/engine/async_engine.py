@@ -40,6 +40,10 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._streams: WeakValueDictionary[str, AnswerStream] = WeakValueDictionary()
+        """By rid, as clients see it: the one that was made last."""
+        self._readers: WeakValueDictionary[str, AnswerStream] = WeakValueDictionary()
+        """By rid, as the engine sees it; only its thread looks here. A step that is still at work
+        for a stream which was closed meanwhile must not reach the next one of the same name."""
         self._thread = threading.Thread(target=self._work, name="kvweave-engine", daemon=True)
         self._inbox: deque[_Errand] = deque()
         self._wake = threading.Event()
@@ -74,10 +78,10 @@ class AsyncEngine:
         """Accept nothing more, finish what runs for up to `drain_seconds`, abort the rest."""
         self._accepting = False
         deadline = time.monotonic() + drain_seconds
-        while self._streams and self.alive and time.monotonic() < deadline:
+        while self._unfinished() and self.alive and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_AGAIN)
-        for rid in list(self._streams):
-            self.abort(rid)
+        for stream in self._unfinished():
+            self.abort(stream.rid)
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
@@ -92,7 +96,8 @@ class AsyncEngine:
         self._admit(request)
         stream = AnswerStream(request.rid, request.sampling.n, self._abandon)
         self._streams[request.rid] = stream
-        self._submit(partial(self._add, request)).add_done_callback(partial(_added, stream))
+        added = self._submit(partial(self._add, request, stream))
+        added.add_done_callback(partial(_fail_if_not, stream))
         return stream
 
     def abort(self, rid: str) -> None:
@@ -117,11 +122,15 @@ class AsyncEngine:
         if not self.alive:
             raise EngineDeadError("the engine is not running")
         self._engine.limits.check(request)
-        if request.rid in self._streams:
+        known = self._streams.get(request.rid)
+        if known is not None and not known.finished:
             raise RequestError(f"a request with rid {request.rid!r} is running", param="rid")
         with self._lock:
             self._engine.check_queue(self._queued)
             self._queued += 1
+
+    def _unfinished(self) -> list[AnswerStream]:
+        return [stream for stream in self._streams.values() if not stream.finished]
 
     def _abandon(self, rid: str) -> None:
         """Nobody reads this stream any more.
@@ -130,7 +139,7 @@ class AsyncEngine:
         lock. Nobody has to be woken: while there is something to abort, the engine is awake.
         """
         self._streams.pop(rid, None)
-        self._inbox.append((partial(self._engine.abort, rid), Future()))
+        self._inbox.append((partial(self._abort_unread, rid), Future()))
 
     def _submit(self, call: Callable[[], _T]) -> Future[_T]:
         """Have `call` run on the engine's thread, between two steps."""
@@ -149,10 +158,10 @@ class AsyncEngine:
         try:
             while not self._stopping or self._inbox:
                 self._run_errands()
-                if self._engine.has_work:
-                    self._hand_out(self._engine.step())
+                deltas = self._engine.step() if self._engine.has_work else []
                 self._snapshot = self._engine.snapshot()
-                if not self._engine.has_work:
+                self._hand_out(deltas)
+                if not (self._engine.has_work or self._stopping):
                     self._wake.wait()
                     self._wake.clear()
         except Exception:
@@ -160,10 +169,15 @@ class AsyncEngine:
         finally:
             self._shut()
 
-    def _add(self, request: GenerateRequest) -> None:
+    def _add(self, request: GenerateRequest, stream: AnswerStream) -> None:
         with self._lock:
             self._queued -= 1
         self._engine.add(request)
+        self._readers[request.rid] = stream
+
+    def _abort_unread(self, rid: str) -> None:
+        self._readers.pop(rid, None)
+        self._engine.abort(rid)
 
     def _run_errands(self) -> None:
         while self._inbox:
@@ -177,7 +191,7 @@ class AsyncEngine:
         """One call per event loop, however many tokens there are."""
         by_loop: dict[AbstractEventLoop, list[tuple[AnswerStream, OutputDelta]]] = {}
         for delta in deltas:
-            stream = self._streams.get(delta.rid)
+            stream = self._readers.get(delta.rid)
             if stream is not None:
                 by_loop.setdefault(stream.loop, []).append((stream, delta))
         for loop, items in by_loop.items():
@@ -202,7 +216,7 @@ def _deliver(items: Iterable[tuple[AnswerStream, OutputDelta]]) -> None:
         stream.deliver(delta)
 
 
-def _added(stream: AnswerStream, added: Future[None]) -> None:
+def _fail_if_not(stream: AnswerStream, added: Future[None]) -> None:
     error = added.exception()
     if isinstance(error, Exception):
         with suppress(RuntimeError):

@@ -28,6 +28,11 @@ class AnswerStream(AsyncIterator[OutputDelta]):
         self._failure: Exception | None = None
         self._on_abandoned = on_abandoned
 
+    @property
+    def finished(self) -> bool:
+        """Nothing more will arrive; any thread may ask."""
+        return not self._unfinished
+
     def __aiter__(self) -> AnswerStream:
         return self
 
