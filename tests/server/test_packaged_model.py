@@ -1,0 +1,162 @@
+"""The whole server on a real language model, through the `openai` client."""
+
+import concurrent.futures
+
+import openai
+import pytest
+from serverkit import RunningServer, eventually
+
+from kvweave.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
+from kvweave.engine.async_engine import AsyncEngine
+from kvweave.engine.engine import Engine
+from kvweave.server.model_card import card_of
+
+pytestmark = pytest.mark.model
+
+PAGE = 16
+FACTS = " ".join(
+    f"Item {number} of the list is kept in drawer {number * 7 % 50} of room {number % 9}."
+    for number in range(60)
+)
+
+
+@pytest.fixture(scope="module")
+def server(packaged):
+    config = EngineConfig(
+        cache=CacheConfig(
+            prefix_cache_backend="radix", page_size=PAGE, max_total_tokens=PAGE * 1000
+        ),
+        scheduler=SchedulerConfig(chunked_prefill_size=256, max_running_requests=8),
+    )
+    engine = AsyncEngine(Engine(config, packaged))
+    with RunningServer(engine, ServerConfig(port=0), card_of(packaged)) as server:
+        yield server
+
+
+@pytest.fixture
+def ai(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture
+def model(server):
+    return server.card.name
+
+
+def ask(ai, model, question, **more):
+    more.setdefault("max_tokens", 12)
+    messages = [{"role": "user", "content": question}]
+    return ai.chat.completions.create(model=model, messages=messages, temperature=0, **more)
+
+
+def test_a_model_that_knows_something(ai, model):
+    answer = ask(ai, model, "What is the capital of France?")
+    assert "Paris" in answer.choices[0].message.content
+
+
+def test_streams_say_what_plain_answers_say(ai, model):
+    plain = ask(ai, model, "Name three rivers.", max_tokens=24)
+    chunks = list(ask(ai, model, "Name three rivers.", max_tokens=24, stream=True))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == plain.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == plain.choices[0].finish_reason
+
+
+def test_a_seed_gives_the_same_answers_and_n_gives_different_ones(ai, model):
+    def several():
+        answer = ai.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "Tell me about a planet."}],
+            n=3,
+            seed=11,
+            temperature=1.0,
+            max_tokens=12,
+        )
+        assert answer.usage.completion_tokens <= 36
+        return [choice.message.content for choice in answer.choices]
+
+    first = several()
+    assert len(set(first)) > 1
+    assert several() == first
+
+
+def test_logprobs_agree_with_the_choice(ai, model):
+    answer = ask(ai, model, "What is 2 + 2?", logprobs=True, top_logprobs=3, max_tokens=6)
+    tokens = answer.choices[0].logprobs.content
+    assert all(token.token == token.top_logprobs[0].token for token in tokens)  # greedy
+    assert all(token.logprob == token.top_logprobs[0].logprob <= 0 for token in tokens)
+    text = "".join(bytes(token.bytes).decode() for token in tokens)
+    assert answer.choices[0].message.content.startswith(text.removesuffix("<|im_end|>"))
+
+
+def test_a_stop_string_ends_the_answer_before_itself(ai, model):
+    whole = ask(ai, model, "Count from one to five.", max_tokens=30).choices[0].message.content
+    stop = whole.split()[2]
+    choice = ask(ai, model, "Count from one to five.", max_tokens=30, stop=stop).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == whole[: whole.index(stop)]
+
+
+def test_a_long_document_asked_twice_is_computed_once(ai, model):
+    first = ask(ai, model, f"{FACTS}\n\nWhere is item 3?")
+    again = ask(ai, model, f"{FACTS}\n\nWhere is item 3?")
+    assert first.usage.prompt_tokens > 1000
+    full_pages = (again.usage.prompt_tokens - 1) // PAGE * PAGE
+    assert again.usage.prompt_tokens_details.cached_tokens == full_pages
+    assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def test_salts_share_within_and_never_across(ai, model):
+    def cached(salt):
+        question = "Who wrote the play about the prince of Denmark, and what is it called?"
+        answer = ask(ai, model, question, max_tokens=1, extra_body={"cache_salt": salt})
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert cached("") == 0
+    assert cached("a") == 0
+    assert cached("b") == 0
+    assert cached("a") > 0
+    assert cached("") > 0
+
+
+def test_an_echoed_prompt_scores_the_same_from_a_warm_cache(ai, model):
+    def scores(salt):
+        answer = ai.completions.create(
+            model=model,
+            prompt=FACTS[:600],
+            echo=True,
+            logprobs=1,
+            max_tokens=1,
+            temperature=0,
+            extra_body={"cache_salt": salt},
+        )
+        return answer.choices[0].logprobs.token_logprobs
+
+    cold = scores("echo")
+    ai.completions.create(
+        model=model, prompt=FACTS[:600], max_tokens=1, extra_body={"cache_salt": "echo"}
+    )
+    warm = scores("echo")
+    assert cold[0] is None
+    assert warm[1:] == pytest.approx(cold[1:], abs=1e-4)
+
+
+def test_together_as_alone(ai, model):
+    questions = [f"What is {number} plus one?" for number in range(4)]
+    alone = [ask(ai, model, question).choices[0].message.content for question in questions]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        salted = {"extra_body": {"cache_salt": "together"}}
+        answers = pool.map(lambda question: ask(ai, model, question, **salted), questions)
+        assert [answer.choices[0].message.content for answer in answers] == alone
+
+
+def test_at_the_end_no_request_owns_a_page(server):
+    with server.client() as client:
+
+        def used():
+            return client.get("/server_info").json()["engine"]["used_tokens"]
+
+        assert eventually(lambda: used() == 0)
+        assert client.post("/flush_cache?timeout=5").status_code == 200
+        now = client.get("/server_info").json()["engine"]
+        assert now["free_tokens"] == now["total_tokens"]
