@@ -137,7 +137,7 @@ def test_duplicates_converge_to_the_pages_that_came_first(cache_world: MakeWorld
 
 def test_lockstep_outputs_converge_too(cache_world: MakeWorld) -> None:
     world = cache_world()
-    clients = [world.run(text(1, world.page_size)) for _ in range(3)]
+    clients = [world.run(text(1, world.page_size), fuzzy=False) for _ in range(3)]
     for token in text(3, world.page_size, seed=1).tolist():
         for client in clients:
             client.decode(token)
@@ -425,6 +425,34 @@ def test_locked_paths_survive_any_policy(keeping: str, policy: str) -> None:
     world.check()
     assert world.cache.cached_pages == 3
     held.release()
+
+
+def test_a_head_used_lately_outlives_what_was_used_in_between(keeping: str) -> None:
+    world = World(keeping, 4)
+    long, between = text(4, 4, seed=1), text(2, 4, seed=2)
+    world.serve(long)
+    world.serve(between)
+    world.serve(long[: 2 * 4 + 1], fuzzy=False)
+    world.evict(3)
+    assert world.match(long) == 8
+    assert world.match(np.append(between, np.int32(1))) == 4
+    world.check()
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("lfu", 0), ("priority", 5)])
+def test_new_pages_start_without_the_merits_of_those_before_them(
+    keeping: str, policy: str, priority: int
+) -> None:
+    world = World(keeping, 4, num_pages=4, eviction=policy)
+    for _ in range(3):
+        world.serve(text(4, 4, seed=0), priority=priority)
+    world.evict(4)
+    world.serve(text(2, 4, seed=1))
+    for _ in range(2):
+        world.serve(text(2, 4, seed=2), priority=min(priority, 1))
+    world.evict(2)
+    assert world.match(text(2, 4, seed=1)) == 0
+    assert world.match(text(2, 4, seed=2)) == 4
 
 
 def test_a_shared_head_outlives_the_branches_that_hang_on_it(keeping: str) -> None:

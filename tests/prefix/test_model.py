@@ -44,7 +44,7 @@ class Chaos:
         action()
         self.world.check()
 
-    def view(self, *, fuzzy: bool = True) -> RequestView:
+    def view(self, *, fuzzy: bool) -> RequestView:
         namespace = NAMESPACES[self.rng.choice(len(NAMESPACES), p=[0.7, 0.1, 0.1, 0.1])]
         bound = int(self.rng.integers(0, 4 * self.world.page_size))
         return self.world.view(
@@ -62,10 +62,7 @@ class Chaos:
         return blocks.reshape(-1)[: int(self.rng.integers(1, count * size + 1))]
 
     def start(self) -> None:
-        view = self.view()
-        client = self.world.start(
-            view.tokens, view.namespace, priority=view.priority, max_exact=view.max_exact
-        )
+        client = self.world.admit(self.view(fuzzy=bool(self.rng.random() < 0.3)))
         self.world.cache.record(client.lease)
         self.happened["hit"] += client.lease.plan.exact > 0
 
@@ -200,4 +197,4 @@ def test_random_operations_keep_every_page_what_it_should_be(backend: str, seed:
     if world.keeps:
         assert min(chaos.happened["hit"], 5 * chaos.happened["preempt"]) > 50, chaos.happened
         assert world.cache.stats().evicted_pages > 100
-        assert world.cache.stats().converged_pages > 5
+        assert world.cache.stats().converged_pages > 0

@@ -111,6 +111,18 @@ def test_a_split_happens_only_where_paths_part_or_end() -> None:
     assert grower.shape() == [[1, 2], [3], [4], [5]]
 
 
+def test_both_parts_of_a_split_were_used_as_the_whole_was() -> None:
+    grower = Grower(1)
+    lower = grower.hold(1, 2, 3, 4)
+    grower.tree.touch(lower, priority=3, hits=2)
+    place = grower.tree.find(NS, tokens_of([1, 2]))
+    assert place is not None
+    upper = grower.tree.cut(place)
+    assert upper is not lower
+    for name in ("locks", "hits", "priority", "last_used"):
+        assert getattr(upper, name) == getattr(lower, name) > 0
+
+
 def test_a_partial_page_makes_no_node() -> None:
     grower = Grower(4)
     node = grower.hold(1, 2, 3, 4, 5, 6, 7, 8)

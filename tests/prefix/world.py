@@ -65,7 +65,9 @@ class World:
         self, tokens: Sequence[int] | IntArray, namespace: Namespace = NS, **more: Any
     ) -> Client:
         """Lease, as a scheduler does when it admits a request."""
-        view = self.view(tokens, namespace, **more)
+        return self.admit(self.view(tokens, namespace, **more))
+
+    def admit(self, view: RequestView) -> Client:
         expected = self.longest_prefix(view)
         assert self.cache.match(view) == expected
         before = self.cache.cached_pages

@@ -43,7 +43,6 @@ class HashCache(PrefixCache):
     def lease(self, view: RequestView) -> HashLease:
         pages = self._find(view)
         self.index.lock(pages)
-        self.index.touch(pages, view.priority)
         self.pool.share(pages)
         self._live += 1
         return HashLease(view, Plan(len(view.tokens), len(pages) * self.page_size), pages)
@@ -56,7 +55,7 @@ class HashCache(PrefixCache):
         first, last = begin // self.page_size, end // self.page_size
         parent = int(lease.pages[first - 1]) if first else NO_PARENT
         known, taken = self.index.extend(
-            lease.namespace, parent, tokens[begin:end], lease.pages[first:last], lease.priority
+            lease.namespace, parent, tokens[begin:end], lease.pages[first:last]
         )
         self._converge(lease, first, known)
         fresh = first + len(known)

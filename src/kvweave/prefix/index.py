@@ -71,12 +71,7 @@ class HashIndex:
         return pages[:first] if differ[first] else pages
 
     def extend(
-        self,
-        namespace: Namespace,
-        parent: int,
-        tokens: IntArray,
-        pages: IntArray,
-        priority: int = 0,
+        self, namespace: Namespace, parent: int, tokens: IntArray, pages: IntArray
     ) -> tuple[IntArray, int]:
         """Continue the caller's chain, which ends with page `parent`, by `tokens` in `pages`.
 
@@ -85,7 +80,6 @@ class HashIndex:
         """
         known = self.find(namespace, tokens, parent)
         self.lock(known)
-        self.touch(known, priority)
         if len(known):
             parent = int(known[-1])
         tokens, pages = tokens[len(known) * self.page_size :], pages[len(known) :]
@@ -94,7 +88,7 @@ class HashIndex:
             if self._pages.setdefault(name, page) != page:
                 break
             names.append(name)
-        self._enter(namespace, parent, tokens, pages[: len(names)], names, priority)
+        self._enter(namespace, parent, tokens, pages[: len(names)], names)
         return known, len(names)
 
     def lock(self, pages: IntArray) -> None:
@@ -115,7 +109,10 @@ class HashIndex:
             self._queue.push(leaf)
 
     def touch(self, pages: IntArray, priority: int = 0, hits: int = 0) -> None:
-        """`pages` were used just now, and hit `hits` times."""
+        """`pages` were used just now, and hit `hits` times.
+
+        What is locked cannot go anyway: it is enough to say so before unlocking.
+        """
         self._clock += 1
         self._last_used[pages] = self._clock
         self._priority[pages] = np.maximum(self._priority[pages], priority)
@@ -201,7 +198,6 @@ class HashIndex:
         tokens: IntArray,
         pages: IntArray,
         names: list[int],
-        priority: int,
     ) -> None:
         """Write down all about `pages`, new in the index and locked by their one holder."""
         if not names:
@@ -217,8 +213,7 @@ class HashIndex:
             self._children[parent] += 1
         self._locks[pages] = 1
         self._hits[pages] = 0
-        self._priority[pages] = priority
-        self._last_used[pages] = self._clock
+        self._priority[pages] = 0
         self.cached_pages += len(pages)
 
     def _cut(self, leaf: int, most: int) -> list[int]:

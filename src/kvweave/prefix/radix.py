@@ -49,7 +49,6 @@ class RadixCache(PrefixCache):
         root = self.tree.root(view.namespace)
         node = self.tree.cut(self.tree.descend(root, view.tokens[: self._servable(view)]))
         self.tree.lock(node)
-        self.tree.touch(node, view.priority)
         pages = self.tree.path_pages(node)
         self.pool.share(pages)
         lease = RadixLease(view, Plan(len(view.tokens), node.end), pages, node)
@@ -63,7 +62,7 @@ class RadixCache(PrefixCache):
             return
         first, last = begin // self.page_size, end // self.page_size
         lease.node, canonical = self.tree.extend(
-            lease.node, tokens[begin:end], lease.pages[first:last], lease.priority
+            lease.node, tokens[begin:end], lease.pages[first:last]
         )
         self._converge(lease, first, canonical)
         self.pool.share(lease.pages[first + len(canonical) : last])

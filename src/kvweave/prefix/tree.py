@@ -147,7 +147,10 @@ class RadixTree:
         self._tidy(node)
 
     def touch(self, node: Node, priority: int = 0, hits: int = 0) -> None:
-        """The path to `node` was used just now, and hit `hits` times."""
+        """The path to `node` was used just now, and hit `hits` times.
+
+        What is locked cannot go anyway: it is enough to say so before unlocking.
+        """
         self._clock += 1
         for at in upwards(node):
             at.last_used = self._clock
@@ -156,16 +159,13 @@ class RadixTree:
 
     # Changing.
 
-    def extend(
-        self, node: Node, tokens: IntArray, pages: IntArray, priority: int = 0
-    ) -> tuple[Node, IntArray]:
+    def extend(self, node: Node, tokens: IntArray, pages: IntArray) -> tuple[Node, IntArray]:
         """Continue the path to `node` by `tokens`, whose KV is in `pages`.
 
         The caller has locked `node`; the lock moves to the node returned, where the longer path
         ends. Where the tree has a head of these tokens already, it stays as it is: its pages come
         back too, and that many at the head of `pages` were not taken.
         """
-        self._clock += 1
         place = self.descend(node, tokens)
         last = self.cut(place)
         known = (last.end - node.end) // self.page_size
@@ -174,12 +174,10 @@ class RadixTree:
             if not at.locks:
                 self.evictable_pages -= len(at.pages)
             at.locks += 1
-            at.last_used = self._clock
-            at.priority = max(at.priority, priority)
         runs = [at.pages for at in reversed(walked)]
         held = np.concatenate(runs) if runs else np.empty(0, np.int32)
         if known < len(pages):
-            last = self._append(last, tokens[known * self.page_size :], pages[known:], priority)
+            last = self._append(last, tokens[known * self.page_size :], pages[known:])
         return last, held
 
     def trim(self, node: Node, keep: int) -> None:
@@ -222,7 +220,7 @@ class RadixTree:
         for observer in self.observers:
             observer.on_reset()
 
-    def _append(self, node: Node, tokens: IntArray, pages: IntArray, priority: int) -> Node:
+    def _append(self, node: Node, tokens: IntArray, pages: IntArray) -> Node:
         """Put new pages behind `node`, which the caller has locked; no child begins like them."""
         first = 0
         if node.locks == 1 and not node.children and not node.hits and node.parent is not None:
@@ -235,8 +233,6 @@ class RadixTree:
             node = Node(parent.namespace, parent, tokens.copy(), pages.copy(), self._next_order())
             node.locks = 1
             parent.children[self._edge(node)] = node
-        node.last_used = self._clock
-        node.priority = max(node.priority, priority)
         self.cached_pages += len(pages)
         for observer in self.observers:
             observer.on_store(node, first)
