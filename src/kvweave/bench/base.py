@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from kvweave.bench.report import Row
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from kvweave.bench.report import Row
     from kvweave.bench.setting import Setting
 
 
@@ -25,6 +24,15 @@ class BenchOptions:
     seed: int = _flag(0, "Chooses texts and orders; the same seed gives the same prompts.")
     quick: bool = _flag(False, "A smoke test in seconds: small, few, and no figures to quote.")
 
+    html: str | None = _flag(None, "File for a page with plots (bench quality).")
+    cells: str | None = _flag(None, "Kinds of prompts, by commas; all without it (bench quality).")
+    arms: str | None = _flag(
+        None, "What is compared, as in copy/0,zero-mask/0; all without it (bench quality)."
+    )
+
+    SPECIAL: ClassVar[tuple[str, ...]] = ("html", "cells", "arms")
+    """Options that only some benches take."""
+
     def problems(self) -> list[str]:
         found = []
         if self.n is not None and self.n < 1:
@@ -36,7 +44,10 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """One benchmark. `counts` says what `n` counts, as in "groups of 16 prompts"."""
+    """One benchmark. `counts` says what `n` counts, as in "groups of 16 prompts".
+
+    `takes` names the options in BenchOptions.SPECIAL that mean something to it.
+    """
 
     name: str
     summary: str
@@ -44,3 +55,4 @@ class Bench:
     n: int
     quick_n: int
     measure: Callable[[Setting], list[Row]]
+    takes: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from kvweave.bench.report import Report, check_writable, describe_machine
 from kvweave.bench.setting import Setting
 from kvweave.errors import ConfigError, KvweaveError
 
-_NAMES = ("cold-groups", "engine", "moved", "shapes", "lookup", "unrelated")
+_NAMES = ("cold-groups", "engine", "moved", "shapes", "lookup", "unrelated", "quality")
 
 
 def bench_names() -> tuple[str, ...]:
@@ -41,7 +41,11 @@ def run_bench(
     Raises KvweaveError (bad options, a text or model that cannot be had) before measuring.
     """
     bench, options = get_bench(name), options or BenchOptions()
-    if found := options.problems():
+    found = options.problems()
+    for option in options.SPECIAL:
+        if getattr(options, option) is not None and option not in bench.takes:
+            found.append(f"--{option} means nothing to bench {name}")
+    if found:
         raise ConfigError(found)
     if json_path is not None:
         check_writable(json_path)

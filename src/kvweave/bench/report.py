@@ -87,11 +87,11 @@ class Report:
         )
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, flag: str = "--json") -> None:
     """Refuse a report file that could not be written before an hour is spent on measuring."""
     folder = path.resolve().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise KvweaveError(f"--json {path}: no file can be written there")
+        raise KvweaveError(f"{flag} {path}: no file can be written there")
 
 
 def describe_machine() -> dict[str, Any]:

@@ -129,6 +129,19 @@ def _country(data: dict[str, Any]) -> Text:
     return Text(name, " ".join(sentences), facts)
 
 
+def _examples() -> tuple[str, list[Text]]:
+    """Solved word problems: the question as body, the bare result as the fact `answer`."""
+    path = "lm_eval/tasks/gsm8k/gsm8k-cot.yaml"
+    written = wheel_files("lm_eval", "0.4.13", _LM_EVAL_SHA256, path)[path].decode("utf-8")
+    # The pinned file's scalars are plain, wrapped lines: no need of a YAML library.
+    found = re.findall(r"- question: (.+?)\n +target: (.+?)(?=\n *- |\n\w)", written, re.DOTALL)
+    texts = []
+    for question, target in found:
+        (answer,) = re.findall(r"The answer is (\d+)\.$", " ".join(target.split()))
+        texts.append(Text("GSM8K example", " ".join(question.split()), {"answer": answer}))
+    return "lm_eval 0.4.13", texts
+
+
 _SENTENCES = {
     "subregion": "{name} is a country in {value}.",
     "capital": "The capital of {name} is {value}.",
@@ -142,6 +155,7 @@ _SENTENCES = {
 }
 _INSPECT_EVALS_SHA256 = "1d5735999b1c4e481162cacc29b962beeefd540c1e6222cccfdb40e79e8d459d"
 _COUNTRYINFO_SHA256 = "b02f6f534f0a3b9cdc73fba7e08f247e39826acfa54bf080f8e4eba812066350"
+_LM_EVAL_SHA256 = "5daaa1973bf874005f64f28d3834b875f6886f0d6475878e6a6c821994a5286a"
 
 _SOURCES = {
     "debian-faq": _Source(
@@ -164,6 +178,7 @@ _SOURCES = {
     ),
     "banking": _Source("MIT", _banking),
     "countries": _Source("MIT", _countries),
+    "gsm8k-examples": _Source("MIT", _examples),
 }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from kvweave.config import EngineConfig
 from kvweave.engine.attention import get_backend
 from kvweave.engine.machinery import Machinery
 from kvweave.engine.runner import ModelRunner
 from kvweave.errors import ConfigError
-from kvweave.kv.mover import TensorMover
+from kvweave.kv.mover import KVMover, TensorMover
 from kvweave.kv.pool import PagePool
 from kvweave.kv.tensors import KVTensors
 from kvweave.models.loading import LoadedModel
@@ -20,8 +21,15 @@ from kvweave.prefix.registry import create_cache
 logger = logging.getLogger("kvweave.engine")
 
 
-def build_machinery(config: EngineConfig, loaded: LoadedModel) -> Machinery:
-    """Raises ConfigError where flags and model, or flags and memory, do not go together."""
+def build_machinery(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    make_mover: Callable[[KVTensors], KVMover] = TensorMover,
+) -> Machinery:
+    """Raises ConfigError where flags and model, or flags and memory, do not go together.
+
+    `make_mover` makes what moves KV; benches that do it wrong on purpose bring their own.
+    """
     cache_config = config.cache
     page_size = cache_config.page_size
     num_pages = pool_tokens(config, loaded) // page_size
@@ -32,7 +40,7 @@ def build_machinery(config: EngineConfig, loaded: LoadedModel) -> Machinery:
         wait_for_producers=cache_config.cold_group_wait,
         fuzzy=config.fuzzy,
     )
-    cache = create_cache(cache_config.prefix_cache_backend, pool, options, TensorMover(kv))
+    cache = create_cache(cache_config.prefix_cache_backend, pool, options, make_mover(kv))
     attention = get_backend(config.model.attention_backend, loaded.device)
     logger.info(
         "KV pool: %d tokens in pages of %d, %.2f GB, %s on %s",

@@ -1,0 +1,176 @@
+"""The ways in which text comes back, each as prompts with known answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvweave.bench.quality import control, decoys
+from kvweave.bench.quality.writer import Asked, Case, Writer
+from kvweave.errors import KvweaveError
+from kvweave.kv.pool import IntArray
+
+_PASSAGE = 256
+_DOCUMENT = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One kind of prompt. `build` writes the case of a given number.
+
+    `weight`: cases per --n. `answer`: most tokens of an answer. `lives`: caches are not emptied
+    between cases, and earlier cases are the donors. `all_arms` is False where nothing is moved that
+    a refresh could improve; `rerun` where nothing is reused at all.
+    """
+
+    name: str
+    summary: str
+    build: Callable[[Writer, int], Case]
+    weight: int = 1
+    answer: int = 24
+    lives: bool = False
+    all_arms: bool = True
+    rerun: bool = False
+
+
+def moved(writer: Writer, _: int) -> Case:
+    """One document, another instruction before it and another question after it."""
+    asked = writer.asked(writer.length(_DOCUMENT))
+    return _case(asked, (writer.prompt(asked.passage),), asked.passage, writer)
+
+
+def reordered(passages: int) -> Callable[[Writer, int], Case]:
+    """The same passages in another order, no two of them neighbours as before."""
+
+    def build(writer: Writer, _: int) -> Case:
+        held = [writer.asked(writer.length(_PASSAGE)) for _ in range(passages)]
+        order = writer.rng.permutation(passages)
+        while np.any(np.diff(order) == 1):
+            order = writer.rng.permutation(passages)
+        donor = writer.prompt(_joined(held))
+        asked = held[int(writer.rng.integers(passages))]
+        return _case(asked, (donor,), _joined([held[at] for at in order]), writer)
+
+    return build
+
+
+def several_donors(writer: Writer, _: int) -> Case:
+    """Six passages, two from each of three earlier prompts of three."""
+    length = writer.length(_PASSAGE)
+    prompts = [[writer.asked(length) for _ in range(3)] for _ in range(3)]
+    picked = [held[at] for held in prompts for at in writer.rng.choice(3, 2, replace=False)]
+    mixed = [picked[at] for at in writer.rng.permutation(len(picked))]
+    donors = tuple(writer.prompt(_joined(held)) for held in prompts)
+    return _case(mixed[int(writer.rng.integers(len(mixed)))], donors, _joined(mixed), writer)
+
+
+def shifted_header(writer: Writer, _: int) -> Case:
+    """A conversation goes on by one turn, behind a system message that has become longer."""
+    turns = [writer.asked(writer.length(_PASSAGE)) for _ in range(4)]
+    history: list[tuple[str, IntArray]] = []
+    for turn in turns:
+        history += [("user", writer.tokens(turn.question)), ("assistant", turn.passage)]
+    then, now = (writer.tokens(_HEADER.format(about=about)) for about in ("", _MORE))
+    first = turns[int(writer.rng.integers(len(turns)))]
+    thanks, reply = (writer.tokens(text) for text in ("Thank you.", "You are welcome."))
+    question = f"Once more, please: {first.question}"
+    history.append(("user", thanks))
+    donor = writer.chat.prompt(("system", then), *history)
+    history += [("assistant", reply), ("user", writer.tokens(question))]
+    recipient = writer.chat.prompt(("system", now), *history)
+    return Case((donor,), recipient, question, first.stated, first.gold)
+
+
+def repeated(writer: Writer, _: int) -> Case:
+    """The very same prompt."""
+    asked = writer.asked(writer.length(_DOCUMENT))
+    recipient = writer.prompt(asked.passage, asked.question)
+    return Case((recipient,), recipient, asked.question, asked.stated, asked.gold)
+
+
+def alone(writer: Writer, _: int) -> Case:
+    """A prompt that nothing came before."""
+    asked = writer.asked(writer.length(_DOCUMENT))
+    recipient = writer.prompt(asked.passage, asked.question)
+    return Case((), recipient, asked.question, asked.stated, asked.gold)
+
+
+def choose_cells(names: str | None) -> list[Cell]:
+    """Cells out of `name,name`, all of them without names; KvweaveError for what is none."""
+    if names is None:
+        return list(CELLS)
+    known = {cell.name: cell for cell in CELLS}
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in known:
+            raise KvweaveError(f"cells are {', '.join(known)}, not {name!r}")
+    return [known[name] for name in wanted]
+
+
+CELLS = (
+    Cell(name="moved", summary="one document of 1,024 tokens behind another wrapper", build=moved),
+    Cell(
+        name="reordered",
+        summary="four passages of 256 tokens in another order",
+        build=reordered(4),
+    ),
+    Cell(
+        name="reordered-8",
+        summary="eight passages of 256 tokens in another order",
+        build=reordered(8),
+    ),
+    Cell(
+        name="multi-donor",
+        summary="six passages of 256 tokens out of three earlier prompts",
+        build=several_donors,
+    ),
+    Cell(
+        name="near-duplicate",
+        summary="a document that differs from the donor's in one fact, which is asked for",
+        build=decoys.near_duplicate,
+        weight=3,
+        answer=16,
+    ),
+    Cell(
+        name="multi-turn",
+        summary="a conversation goes on behind a longer system message",
+        build=shifted_header,
+    ),
+    Cell(
+        name="repeat",
+        summary="the very same prompt again",
+        build=repeated,
+        all_arms=False,
+    ),
+    Cell(
+        name="rerun",
+        summary="a prompt computed twice from its first token on, in chunks of another size: noise",
+        build=alone,
+        rerun=True,
+    ),
+    Cell(
+        name="unrelated",
+        summary="arithmetic with nothing in common but the examples at the prompts' beginning",
+        build=control.arithmetic,
+        weight=5,
+        answer=12,
+        lives=True,
+        all_arms=False,
+    ),
+)
+_HEADER = "You are a helpful assistant. Answer in one short sentence.{about}"
+_MORE = (
+    " This conversation was resumed after a break; the user has read all earlier answers and does "
+    "not need to be reminded of them."
+)
+
+
+def _joined(passages: list[Asked]) -> IntArray:
+    return np.concatenate([each.passage for each in passages])
+
+
+def _case(asked: Asked, donors: tuple[IntArray, ...], body: IntArray, writer: Writer) -> Case:
+    recipient = writer.prompt(body, asked.question)
+    return Case(donors, recipient, asked.question, asked.stated, asked.gold)

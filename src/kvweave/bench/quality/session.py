@@ -1,0 +1,111 @@
+"""One arm at work: an engine of its own over the shared model, serving one prompt at a time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from kvweave.bench.driver import Answer
+from kvweave.bench.measure import quiet_collector
+from kvweave.bench.quality.arms import Arm
+from kvweave.bench.quality.probe import Player, Probe, Recorder, Tape, Trace
+from kvweave.config import CacheConfig, EngineConfig, ModelConfig
+from kvweave.engine.building import build_machinery
+from kvweave.engine.engine import Engine
+from kvweave.engine.machinery import Runner
+from kvweave.engine.runner import ModelRunner
+from kvweave.engine.types import GenerateRequest, SamplingParams
+from kvweave.errors import KvweaveError
+from kvweave.kv.mover import TensorMover
+from kvweave.kv.pool import IntArray
+from kvweave.models import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """An answer, as its client and as its model saw it."""
+
+    answer: Answer
+    trace: Trace
+    text: str
+
+
+class Session:
+    """An engine with a probe in front of its runner."""
+
+    def __init__(
+        self, loaded: LoadedModel, model: ModelConfig, arm: Arm | None, slots: int
+    ) -> None:
+        """Without an arm: the reference, which reuses nothing. `slots`: the pool's, in tokens."""
+        backend = "none" if arm is None else arm.backend
+        config = EngineConfig(
+            model=model,
+            cache=CacheConfig(prefix_cache_backend=backend, max_total_tokens=slots),
+        )
+        if arm is not None:
+            config = replace(config, fuzzy=arm.fuzzy, scheduler=arm.scheduler)
+        machinery = build_machinery(config, loaded, arm.mover if arm else TensorMover)
+        assert isinstance(machinery.runner, ModelRunner)
+        self.runner = machinery.runner
+        self.probe = Probe(self.runner)
+        self.engine = Engine(config, loaded, replace(machinery, runner=self.probe))
+        self._decode = loaded.tokenizer.decode
+        self._ids = itertools.count()
+
+    def serve(
+        self, prompt: IntArray, max_tokens: int, dictated: Sequence[int] = (), fuzzy: bool = True
+    ) -> Served:
+        """Answer greedily, or as dictated. Raises KvweaveError if the engine gives up."""
+        self.probe.begin(dictated)
+        answer = self._run(prompt, max_tokens, fuzzy)
+        trace = self.probe.trace()
+        return Served(answer, trace, self._decode(trace.tokens, skip_special_tokens=True))
+
+    def record(self, prompt: IntArray) -> Tape:
+        """Compute a prompt, and copy the KV that this took. For sessions that reuse nothing."""
+        recorder = Recorder(self.runner)
+        with self._instead(recorder):
+            self.serve(prompt, 1)
+        return recorder.tape()
+
+    def lend(self, prompt: IntArray, tape: Tape) -> Answer:
+        """Serve a prompt from its tape: from now on it is a donor."""
+        with self._instead(Player(tape, self.runner.kv)):
+            return self.serve(prompt, 1, fuzzy=False).answer
+
+    def forget(self) -> None:
+        """As if nothing had ever been served."""
+        self.engine.flush_cache()
+
+    @contextmanager
+    def _instead(self, runner: Runner) -> Iterator[None]:
+        self.probe.runner = runner
+        try:
+            yield
+        finally:
+            self.probe.runner = self.runner
+
+    def _run(self, prompt: IntArray, max_tokens: int, fuzzy: bool) -> Answer:
+        answer = Answer(prompt)
+        request = GenerateRequest(
+            rid=f"quality-{next(self._ids)}",
+            prompt_ids=tuple(prompt.tolist()),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            fuzzy=fuzzy,
+        )
+        with quiet_collector():
+            start = time.perf_counter()
+            self.engine.add(request)
+            while self.engine.has_work:
+                for delta in self.engine.step():
+                    if delta.error is not None:
+                        raise KvweaveError(f"the engine gave up on a prompt: {delta.error}")
+                    answer.token_ids += delta.token_ids
+                    now = time.perf_counter() - start
+                    answer.token_seconds += [now] * len(delta.token_ids)
+                    answer.usage = delta.usage
+                    answer.plan = delta.plan or answer.plan
+        return answer

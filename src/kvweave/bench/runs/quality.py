@@ -1,0 +1,58 @@
+"""Answers from moved KV against cold ones: how close, how right, how much sooner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from kvweave.bench.base import Bench
+from kvweave.bench.quality.arms import ABLATIONS, COPY, Arm, parse_arms
+from kvweave.bench.quality.cells import Cell, choose_cells
+from kvweave.bench.quality.chat import Chat
+from kvweave.bench.quality.page import Page, write_page
+from kvweave.bench.quality.pairs import Compared, arms_of, compare
+from kvweave.bench.quality.summary import rows
+from kvweave.bench.quality.writer import Writer
+from kvweave.bench.report import Row, check_writable, describe_machine
+from kvweave.bench.setting import Setting
+
+_ARMS = (Arm(COPY), *(Arm(name) for name in ABLATIONS))
+
+
+def measure(setting: Setting) -> list[Row]:
+    """All cells, one after another; the page is written when the last is done."""
+    options = setting.options
+    cells = choose_cells(options.cells)
+    arms = list(_ARMS) if options.arms is None else parse_arms(options.arms)
+    html = None if options.html is None else Path(options.html)
+    if html is not None:
+        check_writable(html, "--html")
+    found = [_compare(setting, cell, arms) for cell in cells]
+    if html is not None:
+        machine = describe_machine() | {"texts": setting.text_origins}
+        write_page(html, Page(setting.model_name or "", machine, setting.seed, found))
+        setting.console.print(f"page written to {html}", highlight=False)
+    return [row for each in found for row in rows(each)]
+
+
+def _compare(setting: Setting, cell: Cell, arms: list[Arm]) -> Compared:
+    # Whatever other cells are chosen, a cell's prompts are the same.
+    setting.corpus.rng = np.random.default_rng([setting.seed, *cell.name.encode()])
+    chat = Chat(setting.loaded.tokenizer, setting.corpus.tokens)
+    writer = Writer(setting.corpus, chat, setting.quick)
+    n = cell.weight * setting.n
+    cases = [cell.build(writer, number) for number in range(n)]
+    with setting.progress(cell.name, n * len(arms_of(cell, arms))) as advance:
+        return compare(setting.loaded, setting.model_config, cell, cases, arms, advance)
+
+
+BENCH = Bench(
+    name="quality",
+    summary="Answers from moved KV against the same model's cold answers",
+    counts="prompts of each kind; near-duplicates three times, unrelated ones five times as many",
+    n=40,
+    quick_n=2,
+    measure=measure,
+    takes=("html", "cells", "arms"),
+)
