@@ -23,7 +23,9 @@ def test_prose_keeps_sentences_and_drops_tables_and_contents() -> None:
         "The package management system knows which files belong to which package\n"
         "    and removes them when the package goes away."
     )
-    contents = "1.1. Where to begin 1.2. What to read 1.3. Whom to ask 1.4. When to stop 1.5. End."
+    contents = (
+        "1. Where to begin reading 2. What to read before that 3. Whom to ask 4. When to stop."
+    )
     table = "| a | b | c | d | e | f | g | h | i | j | k | l | m | n | o | p | q | r |."
     text = "\n\n".join([sentence, contents, "A heading", table, sentence])
     assert texts.prose(text) == " ".join(sentence.split())
