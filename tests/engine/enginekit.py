@@ -97,9 +97,8 @@ class OracleRunner:
         seen = slots[: int(positions[-1]) + 1]
         if not np.array_equal(self.positions[seen], np.arange(len(seen))):
             wrong = np.flatnonzero(self.positions[seen] != np.arange(len(seen)))
-            self.violations.append(
-                f"position {wrong[0]} is read from a slot that holds {self.positions[seen[wrong[0]]]}"
-            )
+            held = self.positions[seen[wrong[0]]]
+            self.violations.append(f"position {wrong[0]} is read from a slot that holds {held}")
         for at in range(start, end):
             if at in wanted:
                 visible = self.tokens[slots[: int(batch.positions[at]) + 1]]

@@ -13,7 +13,7 @@ TEXTS = [
     "The quick brown fox, isn't it? It's 3.14 o'clock.\n\n\tTabs  and   spaces.",
     "Größe, naïve café, señor. Zażółć gęślą jaźń.",
     "日本語のテキストと漢字。中文字符也在這裡。한국어 문장입니다.",
-    "Emoji: 😀👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 and math ∑∫√∞ ≠ ≤ 𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
+    "Emoji: 😀👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 and math ∑∫√∞ ≠ ≤ 𝔘𝔫𝔦𝔠𝔬𝔡𝔢",  # noqa: RUF001
     "עברית العربية ไทย हिन्दी",
 ]
 
@@ -72,9 +72,7 @@ def test_pieces_make_the_whole_and_none_is_broken(kind, text, request):
         pieces = stream(tokenizer, ids[:cut], ids[cut:])
         # The prompt may end within a character, which then belongs to the answer.
         ends = range(cut, max(-1, cut - 4), -1)
-        before = next(
-            t for t in map(lambda end: tokenizer.decode(ids[:end]), ends) if BROKEN not in t
-        )
+        before = next(t for t in (tokenizer.decode(ids[:end]) for end in ends) if BROKEN not in t)
         assert before + "".join(pieces) == tokenizer.decode(ids)
         assert BROKEN not in "".join(pieces)
 

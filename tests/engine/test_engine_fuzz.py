@@ -1,4 +1,4 @@
-"""Random lives of an engine: adds, aborts, faults and a pool that is too small, checked all along."""
+"""Random lives of an engine: adds, aborts, faults, a pool that is too small; checked all along."""
 
 from __future__ import annotations
 
