@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +13,27 @@ import numpy as np
 import pytest
 from fuzzy_world import SMALL, World, text
 
+from kvweave.config import FuzzyConfig
 from kvweave.fuzzy import guard as guards
-from kvweave.fuzzy.guard import Guard
-from kvweave.fuzzy.provider import Candidate, FuzzyMatchProvider, PublishedRun
+from kvweave.fuzzy.guard import Guard, LentDonors
+from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
+from kvweave.fuzzy.worker import LateError, Worker
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import Namespace, RequestView
 
 VIEW = RequestView("r", np.arange(100, dtype=np.int32), Namespace("m"))
+
+
+ANSWER = Candidate(10, 50, 3, 7)
+
+
+class Scripted(FuzzyMatchProvider):
+    """Answers what the test tells it to."""
+
+    answer: list[Any] = []
+
+    def match(self, view: RequestView, exact: int) -> Iterable[Candidate]:
+        return self.answer
 
 
 class Clock:
@@ -27,35 +43,41 @@ class Clock:
         return self.now
 
 
-class Slow(FuzzyMatchProvider):
-    """Takes `seconds` by a made-up clock, and then is right."""
+class Slow:
+    """A worker whose calls are late when the test says so, by no clock at all."""
 
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self.clock, self.seconds = clock, seconds
+    late = False
 
-    def match(self, view: RequestView, exact: int) -> Iterable[Candidate]:
-        self.clock.now += self.seconds
-        yield Candidate(10, 50, 3, 7)
-
-
-def guarded(seconds: float) -> tuple[Guard, Slow, Clock]:
-    clock = Clock()
-    provider = Slow(clock, seconds)
-    return Guard("slow", provider, 50, clock), provider, clock
+    def run(self, call: Callable[[], Any], seconds: float) -> Any:
+        assert seconds == 0.05
+        if self.late:
+            raise LateError
+        return call()
 
 
-def test_an_answer_in_time_counts_and_a_late_one_does_not() -> None:
-    guard, provider, _ = guarded(0.04)
-    assert guard.match(VIEW, 0) == [Candidate(10, 50, 3, 7)]
-    provider.seconds = 0.06
-    assert guard.match(VIEW, 0) == []
-    assert guard.stats()["late"] == 1
-    provider.seconds = 0.04
-    assert len(guard.match(VIEW, 0)) == 1
+def guarded() -> tuple[Guard, Slow, Clock]:
+    donors, clock, worker = LentDonors(World().cache._donors), Clock(), Slow()
+    provider = Scripted(donors, SMALL)
+    provider.answer = [ANSWER]
+    guard = Guard("slow", provider, donors, 50, clock)
+    guard._worker = worker  # type: ignore[assignment]
+    return guard, worker, clock
+
+
+def test_one_late_answer_costs_one_request() -> None:
+    guard, worker, _ = guarded()
+    for _ in range(2 * guards.LATE_IN_A_ROW):
+        worker.late = True
+        assert guard.match(VIEW, 0) == []
+        worker.late = False
+        assert guard.match(VIEW, 0) == [ANSWER]
+    assert guard.counts["late"] == 2 * guards.LATE_IN_A_ROW
+    assert guard.counts["resting"] == 0
 
 
 def test_always_late_rests_longer_and_longer_and_comes_back() -> None:
-    guard, provider, clock = guarded(0.06)
+    guard, worker, clock = guarded()
+    worker.late = True
     for _ in range(guards.LATE_IN_A_ROW):
         guard.match(VIEW, 0)
     asked = guard.counts["asked"]
@@ -67,13 +89,43 @@ def test_always_late_rests_longer_and_longer_and_comes_back() -> None:
     clock.now += guards.FIRST_REST
     guard.match(VIEW, 0)
     assert guard.counts["asked"] == asked + 1
-    clock.now += guards.FIRST_REST
-    provider.seconds = 0.01
-    assert len(guard.match(VIEW, 0)) == 1
-    provider.seconds = 0.06
-    guard.match(VIEW, 0)
-    provider.seconds = 0.01
-    assert len(guard.match(VIEW, 0)) == 1, "one late answer among good ones is no habit"
+    for _ in range(20):
+        clock.now += guards.LONGEST_REST
+        guard.match(VIEW, 0)
+    assert guard.counts["asked"] == asked + 21, "it never rests for longer than said"
+    clock.now += guards.LONGEST_REST
+    worker.late = False
+    assert guard.match(VIEW, 0) == [ANSWER]
+    assert guard.match(VIEW, 0) == [ANSWER]
+
+
+def test_a_worker_gives_up_on_a_call_and_is_there_again_when_it_has_ended() -> None:
+    worker, go_on = Worker("test"), threading.Event()
+    assert worker.run(lambda: 7, 60) == 7
+    with pytest.raises(LateError):
+        worker.run(lambda: go_on.wait(60), 0.01)
+    with pytest.raises(LateError):
+        worker.run(lambda: 8, 60)  # at once: the one before has not ended
+    go_on.set()
+    assert worker._last is not None
+    worker._last.exception(60)
+    with pytest.raises(TimeoutError, match="its own"):
+        worker.run(_raise, 60)
+    assert worker.run(lambda: 9, 60) == 9
+
+
+def test_a_worker_that_nobody_has_ends_its_thread() -> None:
+    worker = Worker("to be forgotten")
+    worker.run(lambda: None, 60)
+    [thread] = [each for each in threading.enumerate() if each.name == "to be forgotten"]
+    del worker
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def _raise() -> None:
+    raise TimeoutError("its own")
 
 
 class Raising(FuzzyMatchProvider):
@@ -94,11 +146,13 @@ class Raising(FuzzyMatchProvider):
         raise ZeroDivisionError
 
 
-def world_with(provider: type[FuzzyMatchProvider], monkeypatch: pytest.MonkeyPatch) -> World:
+def world_with(
+    provider: type[FuzzyMatchProvider], monkeypatch: pytest.MonkeyPatch, budget_ms: float = 1e4
+) -> World:
     monkeypatch.setattr(
         "kvweave.fuzzy.backend.create_provider", lambda name, *arguments: provider(*arguments)
     )
-    world = World(config=replace(SMALL, fuzzy_provider="theirs"))
+    world = World(config=replace(SMALL, fuzzy_provider="theirs", fuzzy_time_budget_ms=budget_ms))
     world.check = lambda: world.cache.check([one.lease for one in world.live])  # type: ignore[method-assign]
     return world
 
@@ -140,15 +194,6 @@ NONSENSE: list[Any] = [
 ]
 
 
-class Scripted(FuzzyMatchProvider):
-    """Answers what the test tells it to."""
-
-    answer: list[Any] = []
-
-    def match(self, view: RequestView, exact: int) -> Iterable[Candidate]:
-        return self.answer
-
-
 def test_nonsense_is_refused_and_what_is_right_among_it_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,6 +218,70 @@ def test_a_provider_may_ask_for_zeroed_layers(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Scripted, "answer", [Candidate(8, 20, int(donor.lease.pages[7]), 8)])
     world.start([*text(2, 4), *text(1, 64)[4:]])
     assert [run.zeroed for run in world.mover.moved[-1]] == [{0, 5}]
+
+
+class Hanging(FuzzyMatchProvider):
+    """Stops wherever the test says so, until the test lets it go on."""
+
+    where = "match"
+
+    def __init__(self, donors: Donors, config: FuzzyConfig) -> None:
+        super().__init__(donors, config)
+        self.go_on, self.told = threading.Event(), 0
+        self.found: object = None
+
+    def hang(self, where: str) -> None:
+        if self.where == where:
+            self.go_on.wait(60)
+
+    def match(self, view: RequestView, exact: int) -> Iterable[Candidate]:
+        self.hang("match")
+        try:
+            self.found = self.donors.run_around(view, 10, 0, 0)
+        except RuntimeError as error:
+            self.found = error
+        return []
+
+    def on_published(self, run: PublishedRun) -> None:
+        self.told += 1
+        self.hang("on_published")
+
+
+def test_a_provider_that_hangs_costs_its_reuse_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guards, "FIRST_REST", 1e6)
+    world = world_with(Hanging, monkeypatch, budget_ms=20.0)
+    provider = world.cache._guard._provider
+    assert isinstance(provider, Hanging)
+    for seed in range(5):
+        world.serve(text(seed, 40))
+        world.check()
+    stats = world.cache.stats().provider
+    assert stats["late"] >= guards.LATE_IN_A_ROW
+    assert stats["resting"] > 0
+    provider.where = "nowhere"
+    provider.go_on.set()
+    world.cache._guard._worker._last.exception(60)  # type: ignore[union-attr]
+    assert isinstance(provider.found, RuntimeError), "it looked at a tree that was not its to see"
+    world.cache._guard._resting_until = 0.0
+    told = provider.told
+    world.serve(text(9, 40))
+    assert provider.told == told + 1
+    assert provider.found is None
+
+
+def test_a_provider_that_hangs_when_told_something_misses_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Hanging, "where", "on_published")
+    world = world_with(Hanging, monkeypatch, budget_ms=20.0)
+    for seed in range(3):
+        world.serve(text(seed, 40))
+    provider = world.cache._guard._provider
+    assert isinstance(provider, Hanging)
+    assert provider.told == 1
+    provider.go_on.set()
 
 
 class Endless(FuzzyMatchProvider):

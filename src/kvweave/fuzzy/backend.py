@@ -11,7 +11,7 @@ import logging
 from kvweave.config import FuzzyConfig
 from kvweave.errors import UnsupportedModelError
 from kvweave.fuzzy.donors import DonorTree, slots_of
-from kvweave.fuzzy.guard import Guard
+from kvweave.fuzzy.guard import Guard, LentDonors
 from kvweave.fuzzy.inflight import Inflight
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
@@ -41,11 +41,7 @@ class FuzzyCache(RadixCache):
         self._mover = mover
         self._unmoved = 0
         self._donors = DonorTree(self.tree, pool.num_pages)
-        provider = create_provider(self._config.fuzzy_provider, self._donors, self._config)
-        self._guard = Guard(
-            self._config.fuzzy_provider, provider, self._config.fuzzy_time_budget_ms
-        )
-        self._donors.listener = self._guard
+        self._donors.listener = self._guard = self._provider()
         self._inflight = Inflight(pool.page_size, self._config)
 
     def lease(self, view: RequestView) -> RadixLease:
@@ -89,6 +85,11 @@ class FuzzyCache(RadixCache):
     def check_structure(self) -> None:
         super().check_structure()
         self._donors.check(self.tree)
+
+    def _provider(self) -> Guard:
+        name, donors = self._config.fuzzy_provider, LentDonors(self._donors)
+        provider = create_provider(name, donors, self._config)
+        return Guard(name, provider, donors, self._config.fuzzy_time_budget_ms)
 
     def _allows(self, view: RequestView) -> bool:
         # A bound on the exact prefix asks for what lies behind it to be computed.

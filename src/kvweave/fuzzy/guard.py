@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import TypeVar
 
-from kvweave.fuzzy.provider import Candidate, FuzzyMatchProvider, PublishedRun
+from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
+from kvweave.fuzzy.worker import LateError, Worker
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import RequestView
 
 _log = logging.getLogger(__name__)
 
-_Argument = TypeVar("_Argument")
+_Result = TypeVar("_Result")
 
 MOST_CANDIDATES = 4096
 LATE_IN_A_ROW = 3
@@ -22,24 +25,70 @@ FIRST_REST, LONGEST_REST = 1.0, 60.0
 """Seconds for which a provider that is always late is not asked; doubled each time."""
 
 
-class Guard:
-    """Calls a provider, and answers for it when it raises or is late.
+class LentDonors:
+    """The live tree as a provider sees it: there while a call into the provider is waited for.
 
-    A late answer is thrown away, though it is there: that shows early what an overload would show
-    later, and who finds a provider worth waiting for says so with its budget. A provider that is
-    late several times in a row rests for a while: it is not asked, but still told what is cached.
-    Every kind of fault is logged once and always counted.
+    A call that was given up on may still run while the engine changes the tree. It is told so, the
+    next time that it looks.
+    """
+
+    def __init__(self, donors: Donors) -> None:
+        self.page_size = donors.page_size
+        self.num_pages = donors.num_pages
+        self._donors = donors
+        self._lock = threading.Lock()
+        self._lent = False
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Whoever has the donors may look at them within."""
+        self._lent = True
+        try:
+            yield
+        finally:
+            with self._lock:  # after a look that has begun
+                self._lent = False
+
+    def start(self, page: int) -> int:
+        with self._lock:
+            return self._there().start(page)
+
+    def tokens(self, page: int, first: int = 0) -> IntArray:
+        with self._lock:
+            return self._there().tokens(page, first)
+
+    def run_around(
+        self, view: RequestView, position: int, page: int, donor_position: int
+    ) -> Candidate | None:
+        with self._lock:
+            return self._there().run_around(view, position, page, donor_position)
+
+    def _there(self) -> Donors:
+        if not self._lent:
+            raise RuntimeError("donors can be looked at during a call only, and this one is over")
+        return self._donors
+
+
+class Guard:
+    """Calls a provider, and answers for it when it raises, is late, or never comes back.
+
+    A provider that is not `bounded` runs on a thread of its own, and is waited for only so long.
+    One that is late several times in a row rests for a while: it is not asked, but still told what
+    is cached. Faults are counted, and each kind is logged once.
     """
 
     def __init__(
         self,
         name: str,
         provider: FuzzyMatchProvider,
+        donors: LentDonors,
         budget_ms: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._name = name
         self._provider = provider
+        self._donors = donors
+        self._worker = None if provider.bounded else Worker(f"fuzzy provider {name}")
         self._budget = budget_ms / 1000
         self._clock = clock
         self._late_in_a_row = 0
@@ -57,61 +106,63 @@ class Guard:
 
     def match(self, view: RequestView, exact: int) -> list[Candidate]:
         """The provider's candidates, not yet verified; none if it failed in any way."""
-        began = self._clock()
-        if began < self._resting_until:
+        if self._clock() < self._resting_until:
             self.counts["resting"] += 1
             return []
         self.counts["asked"] += 1
+        found: list[Candidate] = []
         try:
-            found = list(islice(self._provider.match(view, exact), MOST_CANDIDATES))
+            found = self._call(
+                lambda: list(islice(self._provider.match(view, exact), MOST_CANDIDATES))
+            )
+        except LateError:
+            self._was_late()
+            return []
         except Exception:
             self._fault("raised", "failed in match; the request goes on without its help")
-            return []
-        if self._was_late(began):
-            return []
+        self._late_in_a_row, self._rest = 0, FIRST_REST
         self.counts["proposed"] += len(found)
         return found
 
     def refuse(self, candidate: object) -> None:
         """The provider proposed something that is not there."""
-        self._fault("refused", f"proposed what is not cached there: {candidate}")
+        self._fault("refused", f"proposed what is not cached there: {candidate!r}")
 
     def on_published(self, run: PublishedRun) -> None:
-        self._tell(self._provider.on_published, run)
+        self._tell(lambda: self._provider.on_published(run))
 
     def on_evicted(self, pages: IntArray) -> None:
-        self._tell(self._provider.on_evicted, pages)
+        self._tell(lambda: self._provider.on_evicted(pages))
 
     def clear(self) -> None:
-        self._tell(lambda _: self._provider.clear(), None)
+        self._tell(self._provider.clear)
 
     def stats(self) -> dict[str, float]:
         """What the guard counted, and what the provider tells of itself."""
-        try:
-            return {**self.counts, **self._provider.stats()}
-        except Exception:
-            self._fault("raised", "failed in stats")
-            return dict(self.counts)
+        own: dict[str, float] = {}
+        self._tell(lambda: own.update(self._provider.stats()))
+        return {**self.counts, **own}
 
-    def _tell(self, told: Callable[[_Argument], None], what: _Argument) -> None:
+    def _call(self, call: Callable[[], _Result]) -> _Result:
+        with self._donors.lent():
+            return call() if self._worker is None else self._worker.run(call, self._budget)
+
+    def _tell(self, call: Callable[[], None]) -> None:
         try:
-            told(what)
+            self._call(call)
+        except LateError:
+            self._fault("late", "did not take in time what it was told; it missed some of it")
         except Exception:
             self._fault("raised", "failed when told what is cached")
 
-    def _was_late(self, began: float) -> bool:
-        now = self._clock()
-        if now - began <= self._budget:
-            self._late_in_a_row, self._rest = 0, FIRST_REST
-            return False
-        self._fault("late", f"took {now - began:.3f} s of the {self._budget:.3f} s it may take")
+    def _was_late(self) -> None:
+        self._fault("late", f"took more than the {1000 * self._budget:g} ms that it may take")
         self._late_in_a_row += 1
         if self._late_in_a_row >= LATE_IN_A_ROW:
             # It comes back with one try, not with three.
             self._late_in_a_row = LATE_IN_A_ROW - 1
-            self._resting_until = now + self._rest
+            self._resting_until = self._clock() + self._rest
             self._rest = min(2 * self._rest, LONGEST_REST)
-        return True
 
     def _fault(self, kind: str, what: str) -> None:
         self.counts[kind] += 1

@@ -31,6 +31,8 @@ DOORS_TRIED = 4
 class SpanIndex(FuzzyMatchProvider):
     """Finds runs of a prompt that are cached anywhere, at any shift, from any number of donors."""
 
+    bounded = True
+
     def __init__(self, donors: Donors, config: FuzzyConfig) -> None:
         super().__init__(donors, config)
         self._stride = config.fuzzy_stride

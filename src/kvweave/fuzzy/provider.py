@@ -2,9 +2,10 @@
 
 A provider proposes, and the cache disposes: whatever `match` returns is compared with the live tree
 token by token, pinned and planned before a single slot is copied. So a provider may be wrong, late
-or out of date, and costs at most the reuse of the request it was asked for. What it may not do is
-block: Python cannot interrupt a call, so anything that can take long belongs on a provider's own
-thread. All calls come from the engine's thread.
+or out of date, and costs at most the reuse of the request it was asked for. Calls come one at a
+time and are waited for; one that takes longer than `--fuzzy-time-budget-ms` is given up on, and
+until it ends the provider is neither asked nor told anything. What can take long belongs on a
+thread of the provider's own.
 
 To add one, publish a factory (a subclass of `FuzzyMatchProvider` is one) under the entry point
 group `kvweave.fuzzy_providers`; docs/example_provider.py is a whole one.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from kvweave.config import FuzzyConfig
 from kvweave.kv.pool import IntArray
@@ -61,7 +62,10 @@ class PublishedRun:
 
 
 class Donors(Protocol):
-    """What a provider can see of the live tree: all that is cached now, and nothing else."""
+    """What a provider can see of the live tree: all that is cached now, and nothing else.
+
+    To be asked during a call into the provider only, from whichever thread; else RuntimeError.
+    """
 
     @property
     def page_size(self) -> int:
@@ -96,6 +100,9 @@ class FuzzyMatchProvider(ABC):
 
     Made once per engine, with its view of the cache and the engine's settings.
     """
+
+    bounded: ClassVar[bool] = False
+    """Promises never to take long, whatever it is asked, and so may run on the engine's thread."""
 
     zeroed_layers: frozenset[int] = frozenset()
     """Layers whose moved KV is to be zero instead of a copy: costs most of the quality, and exists
