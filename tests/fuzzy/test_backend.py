@@ -236,6 +236,23 @@ def test_a_failing_copy_costs_the_spans_only(caplog: pytest.LogCaptureFixture) -
     assert world.start(head + text(6, 5) + document + text(7, 9)).lease.plan.served > 50
 
 
+def test_an_unforeseen_fault_leaves_no_lease_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(num_pages=200, page_size=4)
+    document = text(2, 64)
+    world.serve(text(4, 7) + document + text(5, 20))
+    free = world.pool.num_free
+
+    def broken(*_: object) -> None:
+        raise ArithmeticError("a fault of ours")
+
+    with monkeypatch.context() as during:
+        during.setattr("kvweave.fuzzy.backend.slots_of", broken)
+        with pytest.raises(ArithmeticError):
+            world.cache.lease(world.view(text(6, 5) + document + text(7, 9)))
+    world.check()
+    assert world.pool.num_free == free
+
+
 def test_a_donor_evicted_and_its_pages_refilled_is_no_donor() -> None:
     world = World(num_pages=32, page_size=4)
     document = text(1, 64)

@@ -16,6 +16,7 @@ from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.index import SpanIndex
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
+from kvweave.fuzzy.sweep import DOORS_TRIED
 from kvweave.prefix.base import Namespace, RequestView
 from kvweave.prefix.tree import RadixTree
 
@@ -187,7 +188,7 @@ def test_a_constant_text_is_found_whole_in_a_few_looks() -> None:
     store = Store(page_size=16, stride=16, num_pages=2048)
     store.add([5] * 8192)
     assert store.spans([1, *[5] * 8000, 2]) == [(1, 8001)]
-    assert store.looks <= indexes.DOORS_TRIED
+    assert store.looks <= DOORS_TRIED
 
 
 def test_a_periodic_text_is_found_in_a_few_looks_from_many_donors() -> None:
@@ -197,7 +198,7 @@ def test_a_periodic_text_is_found_in_a_few_looks_from_many_donors() -> None:
         store.add(text(10 + seed, 16) + beat * 60)
     [(start, end)] = store.spans([1, *beat * 40, 2])
     assert (start, end) == (1, 961)
-    assert store.looks <= indexes.DOORS_TRIED
+    assert store.looks <= DOORS_TRIED
 
 
 def test_looking_stops_in_time_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +241,7 @@ def test_hashes_that_lie_find_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     store.add(text(2, 80), Namespace("other"))
     assert store.spans([9, *text(3, 80), 9]) == []
     assert store.spans([9, *text(2, 80), 9]) == []
-    assert store.looks == 2 * 79 * indexes.DOORS_TRIED
+    assert store.looks == 2 * 79 * DOORS_TRIED
     store.evict(999)
     assert len(store.index.doors) == 0
 

@@ -35,7 +35,7 @@ class FuzzyCache(RadixCache):
 
     def __init__(self, pool: PagePool, options: CacheOptions, mover: KVMover) -> None:
         if mover.refusal is not None:
-            raise UnsupportedModelError(mover.refusal)
+            raise UnsupportedModelError(f"{mover.refusal}; choose another --prefix-cache-backend")
         super().__init__(pool, options)
         self._config = options.fuzzy or FuzzyConfig()
         self._mover = mover
@@ -46,9 +46,13 @@ class FuzzyCache(RadixCache):
 
     def lease(self, view: RequestView) -> RadixLease:
         lease = super().lease(view)
-        pieces = self._pieces(view, lease.plan.exact) if self._allows(view) else []
-        if pieces:
-            self._realize(lease, pieces)
+        try:
+            pieces = self._pieces(view, lease.plan.exact) if self._allows(view) else []
+            if pieces:
+                self._realize(lease, pieces)
+        except BaseException:
+            self.release(lease)  # nobody else knows of it yet
+            raise
         if view.fuzzy and self.options.wait_for_producers:
             # What it computes although it might have been served stands nowhere else.
             self._inflight.add(lease, view.tokens)

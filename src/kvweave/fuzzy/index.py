@@ -19,13 +19,10 @@ from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.doors import DoorTable
 from kvweave.fuzzy.hashing import block_hashes, window_hashes
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
-from kvweave.fuzzy.sweep import runs_through
+from kvweave.fuzzy.sweep import DOORS_TRIED, runs_through
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import RequestView
 from kvweave.prefix.chain import namespace_seed
-
-DOORS_TRIED = 4
-"""How many places of the same block are compared for the longest run."""
 
 
 class SpanIndex(FuzzyMatchProvider):

@@ -16,7 +16,7 @@ from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.donors import common_suffix
 from kvweave.fuzzy.doors import DoorTable
 from kvweave.fuzzy.hashing import HashArray, block_hashes, window_hashes
-from kvweave.fuzzy.sweep import runs_through
+from kvweave.fuzzy.sweep import DOORS_TRIED, runs_through
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import Lease, RequestView
 from kvweave.prefix.chain import namespace_seed
@@ -24,8 +24,6 @@ from kvweave.prefix.node import common_prefix
 
 _LEAST_SPANS, _LEAST_SHARE = 4, 0.25
 """Worth waiting for: this many shortest spans, and this share of what would be computed instead."""
-
-_DOORS_TRIED = 4
 
 
 class _Shared(NamedTuple):
@@ -70,7 +68,7 @@ class _Producer:
             last = int(offsets[hit]) + self._stride - 1
             runs = [
                 self._run(view.tokens, last, there)
-                for there in doors.slots(int(found[hit]), _DOORS_TRIED)
+                for there in doors.slots(int(found[hit]), DOORS_TRIED)
             ]
             best = max(runs, key=lambda run: run.length)
             return best if best.start <= offsets[hit] else None

@@ -10,6 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 
+DOORS_TRIED = 4
+"""How many places of the same block are compared for the longest run."""
+
+
 class Run(Protocol):
     """Equal tokens from position `start` of the prompt on."""
 
