@@ -180,7 +180,8 @@ def test_nothing_approximate_is_ever_published(cache_world: MakeWorld, start: fl
 
 
 def test_releasing_twice_is_harmless(world: World) -> None:
-    client = world.run(text(2.5, world.page_size))
+    client = world.start(text(2.5, world.page_size))
+    client.compute(world.page_size)
     client.release()
     world.cache.release(client.lease)
     world.cache.publish(client.lease, client.tokens, len(client.tokens))
@@ -294,6 +295,16 @@ def test_a_reset_forgets_all_and_is_refused_while_requests_live(cache_world: Mak
     assert world.match(prompt) == 0
     world.serve(prompt)
     world.check()
+
+
+def test_nobody_loses_computed_pages_to_a_reset(world: World) -> None:
+    client = world.run(text(2.5, world.page_size))
+    with pytest.raises(IntegrityError):
+        world.cache.reset()
+    world.check()
+    client.release()
+    world.cache.reset()
+    assert world.pool.num_free == world.pool.num_pages
 
 
 # Who may share.
@@ -443,10 +454,10 @@ def test_a_head_used_lately_outlives_what_was_used_in_between(keeping: str) -> N
 def test_new_pages_start_without_the_merits_of_those_before_them(
     keeping: str, policy: str, priority: int
 ) -> None:
-    world = World(keeping, 4, num_pages=4, eviction=policy)
+    world = World(keeping, 4, num_pages=6, eviction=policy)
     for _ in range(3):
-        world.serve(text(4, 4, seed=0), priority=priority)
-    world.evict(4)
+        world.serve(text(2.25, 4, seed=0), priority=priority)
+    world.evict(2)  # and its pages are the next to be handed out
     world.serve(text(2, 4, seed=1))
     for _ in range(2):
         world.serve(text(2, 4, seed=2), priority=min(priority, 1))

@@ -17,13 +17,11 @@ from kvweave.prefix.plan import Plan
 class HashLease(Lease):
     """Holds the chain of its published pages."""
 
-    __slots__ = ("collided", "live")
+    __slots__ = ("live",)
 
     def __init__(self, view: RequestView, plan: Plan, pages: IntArray) -> None:
         super().__init__(view, plan, pages)
         self.live = True
-        self.collided = False
-        """Another chain has the next page's hash: nothing from there on can be published."""
 
 
 class HashCache(PrefixCache):
@@ -50,7 +48,7 @@ class HashCache(PrefixCache):
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
         assert isinstance(lease, HashLease)
         begin, end = lease.published, self._shareable(lease, computed)
-        if end <= begin or lease.collided or not lease.live:
+        if end <= begin or not lease.live:
             return
         first, last = begin // self.page_size, end // self.page_size
         parent = int(lease.pages[first - 1]) if first else NO_PARENT
@@ -62,7 +60,6 @@ class HashCache(PrefixCache):
         self.pool.share(lease.pages[fresh : fresh + taken])
         if self._log is not None and taken:
             self._log_stored(self._log, lease, tokens, fresh, fresh + taken)
-        lease.collided = fresh + taken < last
         lease.published = (fresh + taken) * self.page_size
 
     def release(self, lease: Lease) -> None:

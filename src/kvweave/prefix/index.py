@@ -92,21 +92,20 @@ class HashIndex:
         return known, len(names)
 
     def lock(self, pages: IntArray) -> None:
-        """Keep `pages` until `unlock`."""
+        """Keep a chain until `unlock`."""
         locks = self._locks[pages]
         self.evictable_pages -= int(np.count_nonzero(locks == 0))
         self._locks[pages] = locks + 1
 
     def unlock(self, pages: IntArray) -> None:
-        """Undo one `lock` of `pages`."""
+        """Undo one `lock` of a chain."""
         locks = self._locks[pages] - 1
         if len(pages) and int(locks.min()) < 0:
             raise IntegrityError("a page was unlocked that nobody holds")
         self._locks[pages] = locks
-        free = pages[locks == 0]
-        self.evictable_pages += len(free)
-        for leaf in free[self._children[free] == 0].tolist():
-            self._queue.push(leaf)
+        self.evictable_pages += int(np.count_nonzero(locks == 0))
+        if len(pages) and self._is_leaf(last := int(pages[-1])):
+            self._queue.push(last)  # the others have a child: the next of the chain
 
     def touch(self, pages: IntArray, priority: int = 0, hits: int = 0) -> None:
         """`pages` were used just now, and hit `hits` times.
