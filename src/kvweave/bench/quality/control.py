@@ -44,8 +44,8 @@ _PROBLEMS = (
     _Problem("{a} {things} lie here and {b} there. How many in all?", lambda a, b, c: a + b),
     _Problem("Each of {c} boxes holds {b} {things}. How many is that?", lambda a, b, c: b * c),
     _Problem(
-        "From {a} {things} one takes {c}, then {c} more. What remains?",
-        lambda a, b, c: a - 2 * c,
+        "From {a} {things} one takes {c}, then {b} are added. How many are there?",
+        lambda a, b, c: a - c + b,
     ),
     _Problem("{b} {things} cost {c} coins each. What do they cost?", lambda a, b, c: b * c),
     _Problem("Twice as many as {a} {things} are needed. How many?", lambda a, b, c: 2 * a),

@@ -1,0 +1,219 @@
+"""The prompts of bench quality: what they share with their donors, and what they state."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvweave.bench.quality import control
+from kvweave.bench.quality.cells import CELLS, choose_cells
+from kvweave.bench.quality.chat import Chat
+from kvweave.bench.quality.decoys import FACTS
+from kvweave.bench.quality.metrics import words
+from kvweave.bench.quality.writer import Case, Writer
+from kvweave.bench.workloads.corpus import Corpus
+from kvweave.bench.workloads.oracle import shared_positions, shared_share
+from kvweave.errors import KvweaveError
+from kvweave.kv.pool import IntArray
+
+BUILDERS = {cell.name: cell.build for cell in CELLS}
+
+
+class Words:
+    """A tokenizer whose tokens are words, so that prompts can be read again."""
+
+    chat_template = "any"
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+
+    def encode(self, text: str) -> list[int]:
+        found = re.findall(r"\w+|[^\w\s]|\n+", text)
+        return [self._ids.setdefault(word, len(self._ids)) for word in found]
+
+    def text(self, prompt: IntArray) -> str:
+        known = list(self._ids)
+        return " ".join(known[at] for at in prompt)
+
+    def text_of(self, text: str) -> str:
+        """As `text` spells it."""
+        return self.text(np.asarray(self.encode(text), np.int32))
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
+        said = "".join(f"<{each['role']}> {each['content']} <end>\n" for each in messages)
+        return f"{said}<assistant>"
+
+
+@pytest.fixture
+def tokenizer() -> Words:
+    return Words()
+
+
+@pytest.fixture
+def make_writer(
+    make_corpus: Callable[[int], Corpus], tmp_path: Path, tokenizer: Words
+) -> Callable[[int], Writer]:
+    make_corpus(0)  # writes the manuals
+    rng = np.random.default_rng(5)
+
+    def keep(name: str, texts: list[dict[str, object]]) -> None:
+        kept = {"source": name, "origin": name, "licence": "test", "texts": texts}
+        (tmp_path / "texts" / f"{name}.json").write_text(json.dumps(kept))
+
+    countries = []
+    for number in range(40):
+        name = f"Land{number}"
+        facts = {
+            "capital": f"Town{number}",
+            "population": str(rng.integers(10**5, 10**8)),
+            "area": str(rng.integers(10**3, 10**6)),
+            "currencies": f"C{number:02}",
+        }
+        body = (
+            f"The capital of {name} is {facts['capital']}. {name} has {facts['population']} "
+            f"inhabitants. The area of {name} is {facts['area']} square kilometres. In {name} one "
+            f"pays in {facts['currencies']}. The provinces of {name} are many."
+        )
+        countries.append({"title": name, "body": body, "facts": facts})
+    keep("countries", countries)
+    examples = [
+        {"title": "e", "body": f"Example {answer} asks for a sum?", "facts": {"answer": answer}}
+        for answer in ("6", "5", "39")
+    ]
+    keep(control.EXAMPLES, examples)
+
+    def make(seed: int) -> Writer:
+        corpus = Corpus(tokenizer.encode, seed)
+        return Writer(corpus, Chat(tokenizer, corpus.tokens))
+
+    return make
+
+
+def test_frame_and_contents_keep_their_tokens_apart(tokenizer: Words) -> None:
+    chat = Chat(tokenizer, lambda text: np.asarray(tokenizer.encode(text), np.int32))
+    document = np.asarray(tokenizer.encode("some document"), np.int32)
+    system = np.asarray(tokenizer.encode("be short"), np.int32)
+    prompt = chat.prompt(("system", system), ("user", document))
+    expected = "< system > be short < end > < user > some document < end > < assistant >"
+    assert tokenizer.text(prompt).split() == expected.split()
+
+
+@pytest.mark.parametrize("template", [None, "refuses"])
+def test_models_without_a_usable_template_get_plain_turns(
+    tokenizer: Words, template: str | None
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise RuntimeError("system role not supported")
+
+    tokenizer.chat_template = template  # type: ignore[assignment]
+    tokenizer.apply_chat_template = refuse  # type: ignore[method-assign]
+    tokens = lambda text: np.asarray(tokenizer.encode(text), np.int32)  # noqa: E731
+    prompt = Chat(tokenizer, tokens).prompt(("system", tokens("be short")), ("user", tokens("why")))
+    said = " ".join(tokenizer.text(prompt).split())
+    assert said == "System : be short User : why Assistant :"
+
+
+def series(make_writer: Callable[[int], Writer], name: str, n: int, seed: int = 1) -> list[Case]:
+    writer = make_writer(seed)
+    return [BUILDERS[name](writer, number) for number in range(n)]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_same_seed_same_prompts_and_the_answer_is_in_them(
+    make_writer: Callable[[int], Writer], tokenizer: Words, name: str
+) -> None:
+    first, again, other = (series(make_writer, name, 3, seed) for seed in (1, 1, 2))
+    for case, same in zip(first, again, strict=True):
+        assert case.recipient.tolist() == same.recipient.tolist()
+        assert [each.tolist() for each in case.donors] == [each.tolist() for each in same.donors]
+    assert first[0].recipient.tolist() != other[0].recipient.tolist()
+    for case in first:
+        text = tokenizer.text(case.recipient)
+        assert set(words(case.question)) <= set(words(text))
+        if name not in ("unrelated", "near-duplicate"):
+            assert f" {case.gold} " in text
+            assert case.gold in case.stated
+
+
+@pytest.mark.parametrize(
+    ("name", "donors", "length", "least"),
+    [
+        ("moved", 1, 1024, 0.85),
+        ("reordered", 1, 1024, 0.85),
+        ("reordered-8", 1, 2048, 0.9),
+        ("multi-donor", 3, 1536, 0.9),
+        ("multi-turn", 1, 1024, 0.85),
+        ("repeat", 1, 1024, 1.0),
+    ],
+)
+def test_recipients_share_their_text_with_their_donors(
+    make_writer: Callable[[int], Writer], name: str, donors: int, length: int, least: float
+) -> None:
+    (case,) = series(make_writer, name, 1)
+    assert len(case.donors) == donors
+    assert length < len(case.recipient) < length + 240
+    assert shared_share(case.recipient, case.donors) >= least
+
+
+def test_passages_that_were_neighbours_are_not_any_more(
+    make_writer: Callable[[int], Writer],
+) -> None:
+    for case in series(make_writer, "reordered", 6):
+        # The frame may join the first or the last passage; two that stayed together are longer.
+        assert not shared_positions(case.recipient, case.donors, min_run=320).any()
+
+
+def test_near_duplicates_differ_in_the_fact_alone_and_come_in_every_arrangement(
+    make_writer: Callable[[int], Writer], tokenizer: Words
+) -> None:
+    seen = set()
+    for case in series(make_writer, "near-duplicate", 8 * len(FACTS)):
+        (donor,) = case.donors
+        text, asked = tokenizer.text(case.recipient), tokenizer.text_of(case.question)
+        if case.gold in ("yes", "no"):
+            ours, theirs = "possible .", "not possible ."
+            if case.gold == "no":
+                ours, theirs = theirs, ours
+        else:
+            ours, theirs = (tokenizer.text_of(fact or "") for fact in (case.gold, case.decoy))
+        assert ours in text
+        assert theirs in tokenizer.text(donor)
+        assert ours != theirs
+        pretended = np.asarray(tokenizer.encode(text.replace(ours, theirs)), np.int32)
+        shared, would_be = (shared_positions(each, [donor]) for each in (case.recipient, pretended))
+        if len(pretended) == len(case.recipient):
+            changed = pretended != case.recipient
+            assert not shared[changed].any()
+            assert would_be[changed].all()
+        assert would_be.sum() >= shared.sum() > 0.6 * len(shared)
+        after = len(tokenizer.encode(text)) - len(tokenizer.encode(text[: text.rindex(ours)]))
+        seen.add((case.question, text.count(ours), after < 160, asked in tokenizer.text(donor)))
+    assert len(seen) == 8 * len(FACTS)
+    assert {times for _, times, _, _ in seen} == {1, 2}
+
+
+def test_unrelated_prompts_share_their_examples_and_no_run_beyond(
+    make_writer: Callable[[int], Writer], tokenizer: Words
+) -> None:
+    cases = series(make_writer, "unrelated", 60)
+    assert all(int(case.gold or "-1") > 0 for case in cases)
+    prompts = [case.recipient for case in cases]
+    shortest = min(map(len, prompts))
+    heads = np.stack([prompt[:shortest] for prompt in prompts])
+    common = int(np.argmin((heads == heads[0]).all(axis=0)))
+    assert common > 40
+    for at, prompt in enumerate(prompts):
+        others = [other[common:] for number, other in enumerate(prompts) if number != at]
+        assert not shared_positions(prompt[common:], others).any()
+
+
+def test_cells_are_chosen_by_name() -> None:
+    assert [cell.name for cell in choose_cells("repeat, moved")] == ["repeat", "moved"]
+    assert choose_cells(None) == list(CELLS)
+    with pytest.raises(KvweaveError, match=r"cells are moved, .* not 'other'"):
+        choose_cells("moved,other")
