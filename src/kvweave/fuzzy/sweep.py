@@ -9,7 +9,6 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-
 DOORS_TRIED = 4
 """How many places of the same block are compared for the longest run."""
 
