@@ -168,6 +168,15 @@ def test_a_stream_carries_the_same_text_and_ends_with_done(client):
     assert "usage" not in got[0]
 
 
+def test_choices_of_a_stream_have_the_numbers_of_a_plain_answer(client, engine):
+    engine.answer = lambda request, index: f"{len(request.prompt_ids)}{index}"
+    texts = {}
+    for event in events(client, prompt=["abc", "abcd"], n=2):
+        [choice] = event["choices"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == {0: "30", 1: "31", 2: "40", 3: "41"}
+
+
 def test_a_stream_with_usage_ends_with_it_and_has_null_before(client, engine):
     engine.usage = Usage(cached_tokens=4)
     *before, last = events(client, n=2, stream_options={"include_usage": True})

@@ -10,7 +10,8 @@ import httpx
 import pytest
 from serverkit import TEXT, eventually
 
-from kvweave.engine.types import GenerateRequest, OutputDelta, SamplingParams, Usage
+from kvweave.engine.types import GenerateRequest, OutputDelta, SamplingParams, TokenLogprob, Usage
+from kvweave.prefix.plan import Span
 from kvweave.server.generation import Generation, LiveGenerations
 from kvweave.server.metrics import Metrics
 from kvweave.server.trace import Trace
@@ -127,7 +128,13 @@ class ListSource:
 
 def test_what_arrives_together_is_one_piece_per_answer():
     deltas = [
-        OutputDelta("r", index, letter, (number,), Usage(), finish_reason=reason)
+        OutputDelta(
+            *("r", index, letter, (number,), Usage()),
+            logprobs=(TokenLogprob(number, -1.0),),
+            prompt_logprobs=(TokenLogprob(9, None),) if number == 0 else None,
+            plan=(Span(4, 2, "other", 8),) if number == 0 else (),
+            finish_reason=reason,
+        )
         for number, (index, letter, reason) in enumerate(
             [(0, "a", None), (0, "b", None), (1, "c", None), (0, "d", "stop"), (1, "e", "length")]
         )
@@ -150,4 +157,8 @@ def test_what_arrives_together_is_one_piece_per_answer():
         (0, "abd", (0, 1, 3), "stop"),
         (1, "ce", (2, 4), "length"),
     ]
+    for _, delta in batch:
+        assert [score.token_id for score in delta.logprobs] == list(delta.token_ids)
+    assert batch[0][1].prompt_logprobs == (TokenLogprob(9, None),)
+    assert batch[0][1].plan == (Span(4, 2, "other", 8),)
     assert (trace.completion_tokens, trace.outcome) == (5, "length")

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import time
+import weakref
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from serverkit import RunningServer, eventually, toy_card, toy_tokenizer
 from kvweave.config import ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.prefix.registry import backend_names
+from kvweave.server.generation import LiveGenerations
 
 
 def serve(backend, **settings):
@@ -187,10 +190,25 @@ def test_limits_of_the_engine_reach_clients_in_words():
     world.assert_idle()
 
 
-def test_a_rid_is_free_again_after_a_failure():
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_finished_request_leaves_neither_its_rid_taken_nor_garbage(monkeypatch, failing):
     world, server = serve("radix")
-    world.runner.before = lambda batch: 1 / 0
-    with server, server.client() as client:
-        for _ in range(3):
-            reply = client.post("/v1/completions", json={"prompt": [1], "rid": "same"})
-            assert reply.status_code == 500, reply.text
+    world.runner.before = lambda batch: 1 / 0 if failing else None
+    seen = []
+    enter = LiveGenerations.enter
+
+    def watched(live, rid, generation):
+        seen.append(weakref.ref(generation))
+        enter(live, rid, generation)
+
+    monkeypatch.setattr(LiveGenerations, "enter", watched)
+    gc.disable()  # what only the collector would find counts as garbage
+    try:
+        with server, server.client() as client:
+            for stream in (False, True, False):
+                body = {"prompt": [1], "max_tokens": 2, "rid": "same", "stream": stream}
+                reply = client.post("/v1/completions", json=body)
+                assert reply.status_code == (500 if failing else 200), reply.text
+            assert eventually(lambda: [ref() for ref in seen] == [None] * 3, seconds=5)
+    finally:
+        gc.enable()

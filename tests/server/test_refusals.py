@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 
 import httpx
 import pytest
@@ -154,14 +155,28 @@ def test_unknown_models_paths_and_methods(client):
     assert "GET" in refusal(client.get("/v1/completions"), 405)["message"]
 
 
+def in_pieces(body):
+    for start in range(0, len(body), 10_000):
+        time.sleep(0.001)
+        yield body[start : start + 10_000]
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_beyond_the_limit(client, chunked):
     body = b'{"prompt": "' + b"x" * 200_000 + b'"}'
-    content = iter([body[:50_000], body[50_000:]]) if chunked else body
+    content = in_pieces(body) if chunked else body
     reply = client.post(
         "/v1/completions", content=content, headers={"content-type": "application/json"}
     )
     assert "100000 bytes" in refusal(reply, 413)["message"]
+
+
+def test_a_body_announced_as_too_large_is_refused_before_it_comes(server):
+    port = httpx.URL(server.url).port
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100001\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+        raw.sendall(head)
+        assert raw.recv(1000).startswith(b"HTTP/1.1 413")
 
 
 def test_a_body_that_never_ends_is_not_waited_for():

@@ -102,8 +102,8 @@ class Generation:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # A failure's traceback leads back to this object: kept, they would keep each other alive,
-        # and with them the engine's stream, whose rid would stay taken.
+        # A failure's traceback leads back to this object: kept, they would keep each other, all
+        # deltas and the engine's stream alive until garbage is collected.
         self._failure = None
         self._tasks.clear()
         self._live.leave(self.rid)

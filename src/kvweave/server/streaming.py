@@ -51,12 +51,13 @@ class GenerationResponse(Response):
         super().__init__()
         self._generation = generation
         self._writer = writer
-        self._work = self._stream if stream else self._plain
+        self._streamed = stream
         self._rid = generation.rid
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._stream if self._streamed else self._plain
         try:
-            await while_connected(receive, self._work(scope, receive, send))
+            await while_connected(receive, work(scope, receive, send))
         except ClientGoneError:
             log.debug("rid=%s the client went away", self._rid)
 

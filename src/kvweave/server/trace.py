@@ -36,8 +36,7 @@ class Trace:
     def note(self, delta: OutputDelta) -> None:
         """Take in one delta, as it arrives."""
         now = time.perf_counter()
-        if delta.index == 0 or self._first is None:
-            self.usage = delta.usage  # the prompt's sources; its answers share them
+        self.usage = delta.usage  # the prompt's sources, which all its answers share
         tokens = len(delta.token_ids)
         if tokens:
             if self._first is None:

@@ -1,0 +1,87 @@
+"""From texts to token ids, apart from HTTP."""
+
+import asyncio
+import threading
+
+import pytest
+from serverkit import CONTEXT, TEMPLATE, toy_card, toy_tokenizer
+
+from kvweave.errors import RequestError
+from kvweave.server.prompts import PromptReader, _mentions
+from kvweave.server.token_texts import TokenTexts
+
+
+@pytest.fixture
+def reader():
+    tokenizer = toy_tokenizer()
+    return PromptReader(tokenizer, toy_card(tokenizer))
+
+
+@pytest.fixture
+def tokenized(reader, monkeypatch):
+    """Which thread tokenised how many characters."""
+    seen = []
+    encode = reader._encode
+
+    def watched(text, add_special_tokens):
+        seen.append((len(text), threading.current_thread()))
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(reader, "_encode", watched)
+    return seen
+
+
+def read(reader, prompt):
+    return asyncio.run(reader.read(prompt))
+
+
+def test_long_texts_are_tokenised_off_the_loop_and_short_ones_on_it(reader, tokenized):
+    assert len(read(reader, "x" * 9000)) == 9000
+    assert len(read(reader, "x" * 90)) == 90
+    (_, far), (_, near) = tokenized
+    assert far is not threading.main_thread()
+    assert near is threading.main_thread()
+
+
+def test_what_cannot_fit_is_not_even_tokenised(reader, tokenized):
+    with pytest.raises(RequestError, match="far longer"):
+        read(reader, "x" * CONTEXT * 100)
+    assert not tokenized
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        (TEMPLATE, True),
+        ("{% for message in messages %}{{ message.tools }}{% endfor %}", False),
+        ("{% set tools = [] %}{{ tools }}", False),
+        ("{% for m in messages %}{% if tools %}{% break %}{% endif %}{% endfor %}", True),
+        ("{% generation %}{{ tools }}{% endgeneration %}", True),
+        (None, False),
+    ],
+)
+def test_whether_a_template_knows_tools(template, reads):
+    assert _mentions(template, "tools") is reads
+
+
+def test_tokens_of_sentencepiece_keep_their_spaces_and_bytes():
+    class Pieces:
+        all_special_ids = [0]
+        tokens = ["<s>", "\u2581Paris", "<0xE2>", "s", None]
+
+        def get_vocab(self):
+            return {token: at for at, token in enumerate(self.tokens[:4])}
+
+        def convert_ids_to_tokens(self, token_id):
+            return self.tokens[token_id]
+
+    texts = TokenTexts(Pieces())
+    assert [texts.of(token) for token in range(5)] == [
+        ("<s>", b"<s>"),
+        (" Paris", b" Paris"),
+        ("bytes:\\xe2", b"\xe2"),
+        ("s", b"s"),
+        ("", b""),
+    ]
+    assert texts.width(0, shows_special=False) == 0
+    assert texts.width(0, shows_special=True) == 3
