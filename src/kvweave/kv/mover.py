@@ -1,15 +1,20 @@
-"""Moving KV: copy values, and copy keys rotated to their new positions, in every layer."""
+"""Moving KV: copy values, and copy keys turned to their new positions, in every layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvweave import kernels
+from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.kv.pool import IntArray
-from kvweave.kv.rotary import relocate
+from kvweave.kv.rotary import relocate, turn
 from kvweave.kv.tensors import KVTensors
 
 
@@ -18,14 +23,11 @@ class MoveRun:
     """Tokens that all move by the same distance.
 
     sources, targets: int32 (N), slots; no slot is both. `delta`: target position - donor position.
-    `zeroed`: layers whose moved KV becomes zero instead. For ablations only: zeroed keys keep their
-    share of the softmax and give no value.
     """
 
     sources: IntArray
     targets: IntArray
     delta: int
-    zeroed: frozenset[int] = frozenset()
 
 
 class KVMover(Protocol):
@@ -36,37 +38,129 @@ class KVMover(Protocol):
         """Why this model's KV cannot be moved, as a sentence; None if it can."""
 
     def move(self, runs: Sequence[MoveRun]) -> None:
-        """Copy every run's KV from its sources to its targets, keys rotated by its delta."""
+        """Copy every run's KV from its sources to its targets, keys turned by its delta."""
 
 
 class TensorMover:
-    """Moves KV within one engine's tensors, layer by layer."""
+    """Moves KV within one pool of tensors; compiled on CPUs, plain torch elsewhere.
 
-    def __init__(self, kv: KVTensors) -> None:
+    Layers in `zeroed` get zeros instead of the donor's KV: for ablation only, since zeroed keys
+    still take their share of softmax and give no value. `native` False forgoes the compiled kernel;
+    `level` chooses one of its instruction sets.
+    """
+
+    def __init__(
+        self,
+        kv: KVTensors,
+        *,
+        zeroed: Collection[int] = (),
+        native: bool = True,
+        level: int | None = None,
+    ) -> None:
         self._kv = kv
+        self._zeroed = frozenset(zeroed)
+        usable = native and kv.device.type == "cpu" and kv.dtype in _NATIVE_TYPES
+        self._library = kernels.load() if usable else None
+        self._level = level
+        self._is_source = np.zeros(kv.num_slots, np.bool_)
 
     @property
     def refusal(self) -> str | None:
+        """See KVMover."""
         for number, layout in enumerate(self._kv.layouts):
             if layout.rotary is None:
-                why = layout.fixed_because or "they carry position in an unknown way"
-                return f"this model's keys cannot be moved (layer {number}): {why}"
+                why = layout.fixed_because or "they carry position in a way that is not known"
+                return f"layer {number} of this model: its keys cannot be moved: {why}"
         return None
 
-    @torch.inference_mode()
     def move(self, runs: Sequence[MoveRun]) -> None:
+        """See KVMover. Raises UnsupportedModelError if refused, IntegrityError for unfit slots."""
+        if self.refusal is not None:
+            raise UnsupportedModelError(self.refusal)
+        runs = [run for run in runs if len(run.sources)]
+        if not runs:
+            return
+        sources = np.concatenate([run.sources for run in runs]).astype(np.int32, copy=False)
+        targets = np.concatenate([run.targets for run in runs]).astype(np.int32, copy=False)
+        self._check(runs, sources, targets)
+        if self._library is not None:
+            self._move_native(self._library, runs, sources, targets)
+        else:
+            self._move_plain(runs, sources, targets)
+
+    def _check(self, runs: Sequence[MoveRun], sources: IntArray, targets: IntArray) -> None:
+        for run in runs:
+            if len(run.sources) != len(run.targets):
+                raise IntegrityError(
+                    f"{len(run.sources)} slots cannot move to {len(run.targets)} slots"
+                )
+        for slots in (sources, targets):
+            if int(slots.min()) < 0 or int(slots.max()) >= self._kv.num_slots:
+                raise IntegrityError("a move names a slot that the pool does not have")
+        self._is_source[sources] = True
+        overlap = bool(self._is_source[targets].any())
+        self._is_source[sources] = False
+        if overlap:
+            raise IntegrityError("a move would overwrite a slot that it still reads")
+
+    def _move_plain(self, runs: Sequence[MoveRun], sources: IntArray, targets: IntArray) -> None:
         device = self._kv.device
-        slots = [
-            (torch.from_numpy(run.sources).to(device), torch.from_numpy(run.targets).to(device))
-            for run in runs
-        ]
-        for layer, layout in enumerate(self._kv.layouts):
-            keys, values = self._kv.keys[layer], self._kv.values[layer]
-            for run, (sources, targets) in zip(runs, slots, strict=True):
-                if layer in run.zeroed:
-                    keys[targets] = 0
-                    values[targets] = 0
-                    continue
-                assert layout.rotary is not None  # refused otherwise
-                keys[targets] = relocate(keys[sources], layout.rotary, run.delta)
-                values[targets] = values[sources]
+        read = torch.from_numpy(sources).long().to(device)
+        write = torch.from_numpy(targets).long().to(device)
+        ends = np.cumsum([len(run.sources) for run in runs]).tolist()
+        for number, layout in enumerate(self._kv.layouts):
+            keys, values = self._kv.keys[number], self._kv.values[number]
+            if number in self._zeroed:
+                keys[write] = 0
+                values[write] = 0
+                continue
+            assert layout.rotary is not None  # else refused
+            values[write] = values[read]
+            for run, end in zip(runs, ends, strict=True):
+                some = slice(end - len(run.sources), end)
+                keys[write[some]] = relocate(keys[read[some]], layout.rotary, run.delta)
+
+    def _move_native(
+        self,
+        library: kernels.Library,
+        runs: Sequence[MoveRun],
+        sources: IntArray,
+        targets: IntArray,
+    ) -> None:
+        kv = self._kv
+        starts = np.cumsum([0, *(len(run.sources) for run in runs)], dtype=np.int64)
+        layers = (kernels.MoveLayer * len(kv.layouts))()
+        turns: dict[Any, npt.NDArray[np.float32]] = {}  # layers mostly share their frequencies
+        for number, layout in enumerate(kv.layouts):
+            rotary = layout.rotary
+            assert rotary is not None  # else refused
+            kind = (rotary.inv_freq.tobytes(), rotary.interleaved)
+            if kind not in turns:
+                turns[kind] = np.stack([turn(rotary, run.delta) for run in runs])
+            layers[number] = kernels.MoveLayer(
+                keys=kv.keys[number].data_ptr(),
+                values=kv.values[number].data_ptr(),
+                heads=layout.num_kv_heads,
+                key_dim=layout.key_dim,
+                value_dim=layout.value_dim,
+                offset=rotary.offset,
+                turned=2 * len(rotary.inv_freq),
+                turns=turns[kind].ctypes.data,
+                interleaved=rotary.interleaved,
+                zeroed=number in self._zeroed,
+            )
+        call = kernels.MoveCall(
+            layers=len(layers),
+            runs=len(runs),
+            layer=ctypes.addressof(layers),
+            run_start=starts.ctypes.data,
+            sources=sources.ctypes.data,
+            targets=targets.ctypes.data,
+            bfloat16=kv.dtype == torch.bfloat16,
+            threads=torch.get_num_threads(),
+            level=library.level if self._level is None else self._level,
+        )
+        library.move(ctypes.byref(call))
+
+
+_NATIVE_TYPES = (torch.float32, torch.bfloat16)

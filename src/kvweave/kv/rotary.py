@@ -1,45 +1,46 @@
-"""Rotary keys at new positions: a key at position p turned by q - p is the key at q.
+"""Turning rotary keys from one position to another.
 
-Rotations by the same frequencies compose by adding angles, so one turn by the distance replaces
-undoing the old position and applying the new one. Source: RoFormer, arXiv 2104.09864, section 3.2.
+A rotary key at position p is its unrotated self turned by p times its frequencies. So at q it is
+the same, turned by q - p more: rotations in a plane add up (RoFormer, arXiv 2104.09864, section 3).
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvweave.kv.layout import Rotary
 
 
-def turn(rotary: Rotary, delta: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, float32 (pairs), of a move by `delta` positions.
+def turn(rotary: Rotary, delta: int) -> npt.NDArray[np.float32]:
+    """Factors that turn a key by `delta` positions: (2, turned), turned = 2 * len(inv_freq).
 
-    The angles are taken in float64: at positions of a million, float32 angles are off by tenths.
+    Element x of a key's rotated part becomes x * factors[0] + partner(x) * factors[1]; the partner
+    is the other element of its pair. Angles are worked out in float64: after a million positions at
+    the highest frequency, a float32 knows an angle to a sixteenth of a radian only.
     """
-    angles = float(delta) * rotary.inv_freq
-    return (
-        torch.from_numpy(np.cos(angles).astype(np.float32)),
-        torch.from_numpy(np.sin(angles).astype(np.float32)),
-    )
+    angles = delta * rotary.inv_freq.astype(np.float64)
+    cosine, sine = np.cos(angles), np.sin(angles)
+    if rotary.interleaved:
+        factors = np.stack([np.repeat(cosine, 2), np.stack([-sine, sine], 1).ravel()])
+    else:
+        factors = np.stack([np.tile(cosine, 2), np.concatenate([-sine, sine])])
+    return factors.astype(np.float32)
 
 
 def relocate(keys: torch.Tensor, rotary: Rotary, delta: int) -> torch.Tensor:
-    """`keys` (..., key_dim) as they would be `delta` positions further on; same type, a copy.
+    """`keys` (..., key_dim) of any positions, each `delta` positions further on. A new tensor.
 
-    Computed in float32 whatever the type. Dimensions that carry no position come back unchanged.
+    Computed in float32, rounded once to the keys' own type.
     """
-    cos, sin = (part.to(keys.device) for part in turn(rotary, delta))
+    factors = torch.from_numpy(turn(rotary, delta)).to(keys.device)
+    start, stop = rotary.offset, rotary.offset + factors.shape[1]
     moved = keys.clone()
-    width = 2 * len(rotary.inv_freq)
-    turned = keys[..., rotary.offset : rotary.offset + width].float()
-    target = moved[..., rotary.offset : rotary.offset + width]
+    turned = keys[..., start:stop].float()
     if rotary.interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-        target[..., 0::2] = first * cos - second * sin
-        target[..., 1::2] = second * cos + first * sin
+        partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
-        first, second = turned.chunk(2, dim=-1)
-        target[..., : width // 2] = first * cos - second * sin
-        target[..., width // 2 :] = second * cos + first * sin
+        partner = turned.roll(factors.shape[1] // 2, -1)
+    moved[..., start:stop] = (turned * factors[0] + partner * factors[1]).to(keys.dtype)
     return moved

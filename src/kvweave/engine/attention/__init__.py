@@ -36,9 +36,7 @@ def get_backend(name: str, device: torch.device | str) -> AttentionBackend:
             raise ConfigError([f"--attention-backend flashinfer needs --device cuda, not {kind}"])
         if not _has_flashinfer():
             raise ConfigError(
-                [
-                    "--attention-backend flashinfer needs its package: pip install kvweave[flashinfer]"
-                ]
+                ["--attention-backend flashinfer needs a package: pip install kvweave[flashinfer]"]
             )
     raise ConfigError([f"--attention-backend knows no {name!r}"])
 

@@ -44,9 +44,16 @@ class _Singles:
 
 
 class GatheredAttention:
-    """The `sdpa` backend."""
+    """The `sdpa` backend.
+
+    `together`: rows with one query each are padded and computed in one go, which saves launches;
+    by default on every device but a CPU.
+    """
 
     name: ClassVar[str] = "sdpa"
+
+    def __init__(self, *, together: bool | None = None) -> None:
+        self._together = together
 
     def begin(self, batch: AttentionBatch) -> None:
         """Work out, once for all layers, which slots each row reads."""
@@ -56,8 +63,9 @@ class GatheredAttention:
         counts = [last - first for first, last in pairwise(starts)]
         self._blocks: list[_Block] = []
         singles: list[int] = []
-        # On a CPU, gathering rows together saves no launches and pads for nothing.
-        together = batch.positions.device.type != "cpu"
+        together = self._together
+        if together is None:
+            together = batch.positions.device.type != "cpu"
         for row, count in enumerate(counts):
             if count == 1 and together:
                 singles.append(row)
@@ -89,7 +97,7 @@ class GatheredAttention:
     def _plan_singles(self, rows: list[int]) -> list[_Singles]:
         batch = self._batch
         plans = []
-        most = max(1, _PADDED_SLOTS // batch.longest)
+        most = max(1, _PADDED_SLOTS // max(1, batch.longest))
         for at in range(0, len(rows), most):
             some = torch.tensor(rows[at : at + most], device=batch.pages.device)
             tokens = batch.query_start[some].long()
@@ -116,11 +124,8 @@ class GatheredAttention:
         heads = keys.shape[1]
         # (kv heads, heads per kv head, tokens, dim): the group rides along as attention's heads,
         # and one KV head serves all of them without a copy.
-        q = (
-            query[block.first : block.last]
-            .view(-1, heads, query.shape[1] // heads, query.shape[2])
-            .permute(1, 2, 0, 3)
-        )
+        q = query[block.first : block.last]
+        q = q.view(len(q), heads, -1, q.shape[2]).permute(1, 2, 0, 3)
         k = keys[slots].permute(1, 0, 2).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
         v = values[slots].permute(1, 0, 2).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
         mask = None
@@ -141,10 +146,14 @@ class GatheredAttention:
     ) -> None:
         # (rows, kv heads, heads per kv head, dim): the group's heads are the "tokens" of attention.
         q = query[some.tokens].view(len(some.tokens), keys.shape[1], -1, query.shape[2])
-        k = keys[some.slots].transpose(1, 2)
-        v = values[some.slots].transpose(1, 2)
-        span = torch.arange(some.slots.shape[1], device=query.device)
-        mask = _visible(some.positions[:, None], span, call.window)[:, None, None]
+        at, slots = some.positions[:, None], some.slots
+        span = torch.arange(slots.shape[1], device=query.device)
+        if call.window is not None and call.window < len(span):
+            span = at - torch.arange(call.window - 1, -1, -1, device=query.device)
+            slots = slots.gather(1, span.clamp(min=0))
+        mask = ((span >= 0) & (span <= at))[:, None, None]
+        k = keys[slots].transpose(1, 2)
+        v = values[slots].transpose(1, 2)
         out[some.tokens] = _attention(q, k, v, mask, call).flatten(1, 2)
 
 
@@ -164,7 +173,7 @@ def _visible(at: torch.Tensor, span: torch.Tensor, window: int | None) -> torch.
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, call: LayerCall
 ) -> torch.Tensor:
-    """softmax(scores) v, (..., tokens, value_dim); scores are soft-capped if the layer does that."""
+    """softmax(scores) v, (..., tokens, value_dim); scores soft-capped where the layer does that."""
     if call.softcap is None:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * call.scale

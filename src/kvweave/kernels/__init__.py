@@ -1,0 +1,134 @@
+"""The compiled kernels: attention over the paged pool, and moving KV, on CPUs.
+
+`load()` finds the library that setup.py builds, if it was built; callers have a plain torch path
+for when it was not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class AttentionCall(ctypes.Structure):
+    """One layer's attention for one batch; mirrors `attention_call` in attention.h."""
+
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        ("positions", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("page_start", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("key_dim", ctypes.c_int64),
+        ("value_dim", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("bfloat16", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("level", ctypes.c_int32),
+    ]
+
+
+class MoveLayer(ctypes.Structure):
+    """One layer's pool and rotation; mirrors `move_layer` in move.h."""
+
+    _fields_ = [
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("heads", ctypes.c_int64),
+        ("key_dim", ctypes.c_int64),
+        ("value_dim", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("turned", ctypes.c_int64),
+        ("turns", ctypes.c_void_p),
+        ("interleaved", ctypes.c_int32),
+        ("zeroed", ctypes.c_int32),
+    ]
+
+
+class MoveCall(ctypes.Structure):
+    """Runs of tokens to move in all layers; mirrors `move_call` in move.h."""
+
+    _fields_ = [
+        ("layers", ctypes.c_int64),
+        ("runs", ctypes.c_int64),
+        ("layer", ctypes.c_void_p),
+        ("run_start", ctypes.c_void_p),
+        ("sources", ctypes.c_void_p),
+        ("targets", ctypes.c_void_p),
+        ("bfloat16", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("level", ctypes.c_int32),
+    ]
+
+
+class Library:
+    """The library's functions, typed. `level` is the best instruction set here (see level.c)."""
+
+    def __init__(self, path: Path) -> None:
+        _share_openmp()
+        self.path = path
+        functions = ctypes.CDLL(str(path))
+        functions.kvweave_sizes.restype = ctypes.c_int64
+        sizes = functions.kvweave_sizes()
+        sizeof = ctypes.sizeof
+        if sizes != sizeof(AttentionCall) << 32 | sizeof(MoveCall) << 16 | sizeof(MoveLayer):
+            raise OSError("it was built from other sources than these; install kvweave again")
+        self.level: int = functions.kvweave_level()
+        self.open_attention = functions.kvweave_attention_open
+        self.open_attention.restype = ctypes.c_void_p
+        self.close_attention = functions.kvweave_attention_close
+        self.close_attention.argtypes = [ctypes.c_void_p]
+        self.close_attention.restype = None
+        self.attend = functions.kvweave_attention
+        self.attend.argtypes = [ctypes.POINTER(AttentionCall), ctypes.c_void_p]
+        self.move = functions.kvweave_move
+        self.move.argtypes = [ctypes.POINTER(MoveCall)]
+        self.move.restype = None
+
+
+@cache
+def load() -> Library | None:
+    """The kernels, or None; then says why, once."""
+    spec = importlib.util.find_spec("kvweave.kernels._native")
+    reason = "they were not built, for want of a C compiler"
+    if spec is not None and spec.origin is not None:
+        try:
+            return Library(Path(spec.origin))
+        except (OSError, AttributeError) as error:
+            reason = str(error)
+    logger.warning(
+        "The compiled CPU kernels cannot be used (%s): attention on CPUs and moving KV run in "
+        "plain torch, several times slower.",
+        reason,
+    )
+    return None
+
+
+def _share_openmp() -> None:
+    """Let the kernels' threads be torch's.
+
+    A second OpenMP runtime would have threads of its own, which fight with torch's for the cores:
+    those spin for a while after each operation. The names in torch's runtime, once global, are the
+    ones that the kernels find first.
+    """
+    folder = Path(torch.__file__).parent
+    for places in (folder / "lib", folder.parent / "torch.libs"):
+        for runtime in places.glob("lib*omp*.so*"):
+            if runtime.name.startswith(("libgomp", "libomp", "libiomp")):
+                ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)

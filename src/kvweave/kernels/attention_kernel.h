@@ -1,0 +1,277 @@
+/* The attention of one item: block by block, then split by split.
+ *
+ * FlashAttention's scheme (Dao et al., arXiv 2205.14135): softmax with a running maximum, so that
+ * scores never leave the cache. See attention_tile.h for what the includer defines.
+ */
+#include "attention_tile.h"
+
+/* Up to this many queries per KV head, reading keys where they lie beats packing them. */
+#define DIRECT_ROWS 6
+
+/* One thread's scratch, cut to size for a call. */
+typedef struct {
+    float *queries; /* (pairs, key_dim), scaled */
+    int64_t *positions; /* (pairs of one KV head) */
+    softmax_part whole, part;
+    block_view view;
+    int how;
+} workplace;
+
+/* (token, head) pairs that an item may hold over all its KV heads. */
+static int64_t most_pairs(const attention_call *call) {
+    int64_t group = call->heads / call->kv_heads;
+    return group > ITEM_ROWS ? group : ITEM_ROWS;
+}
+
+/* Scratch while it is cut up; without memory, it only counts. */
+typedef struct {
+    float *memory;
+    int64_t used;
+} arena;
+
+static float *take(arena *from, int64_t floats) {
+    float *taken = from->memory ? from->memory + from->used : NULL;
+    from->used += PADDED(floats);
+    return taken;
+}
+
+/* Returns how many floats it takes. */
+static int64_t lay_out(const attention_call *call, float *scratch, workplace *at) {
+    int64_t pairs = most_pairs(call), wide = PADDED(call->value_dim);
+    arena from = {.memory = scratch};
+    at->queries = take(&from, pairs * call->key_dim);
+    at->positions = (int64_t *)take(&from, 2 * pairs);
+    at->view.packed_keys = take(&from, call->key_dim * BLOCK);
+    at->view.packed_values = take(&from, BLOCK * wide);
+    at->view.scores = take(&from, ROWS * BLOCK);
+    softmax_part *parts[] = {&at->whole, &at->part};
+    for (int i = 0; i < 2; i++) {
+        parts[i]->sums = take(&from, pairs * wide);
+        parts[i]->weights = take(&from, pairs);
+        parts[i]->maximum = take(&from, pairs);
+    }
+    return from.used;
+}
+
+static int64_t scratch_floats(const attention_call *call) {
+    workplace at;
+    return lay_out(call, NULL, &at);
+}
+
+/* The block that begins at position `block`, as far as it is in [low, high); not empty. */
+static void find_block(const attention_call *call, const int32_t *pages, int64_t block, int64_t low,
+                       int64_t high, block_place *place) {
+    int64_t size = call->page_size, bytes = call->kv_heads * (call->bfloat16 ? 2 : 4);
+    int64_t position = larger_of(low, block), end = smaller_of(high, block + BLOCK);
+    place->low = position - block;
+    place->high = end - block;
+    while (position < end) {
+        int64_t page = position / size, within = position % size;
+        int64_t stop = smaller_of(end, (page + 1) * size);
+        for (int64_t slot = pages[page] * size + within; position < stop; slot++, position++) {
+            place->keys[position - block] = slot * call->key_dim * bytes;
+            place->values[position - block] = slot * call->value_dim * bytes;
+        }
+    }
+    for (int64_t i = 0; i < BLOCK; i++)
+        if (i < place->low || i >= place->high) {
+            place->keys[i] = place->keys[place->low];
+            place->values[i] = place->values[place->low];
+        }
+}
+
+/* Keys of a block -> (dim, BLOCK), transposed, in float32. */
+TARGET static void pack_keys(const attention_call *call, const block_view *view) {
+    int64_t dim = call->key_dim;
+    for (int64_t j = 0; j < BLOCK; j += VL) {
+        const int64_t *places = view->place->keys + j;
+        int64_t d = 0;
+        for (; d + VL <= dim; d += VL) {
+            vf square[VL];
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++)
+                square[i] = load_stored(call->bfloat16, view->keys + places[i], d);
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++)
+                store(view->packed_keys + (d + i) * BLOCK + j, square[i]);
+        }
+        for (; d < dim; d++)
+            for (int i = 0; i < VL; i++)
+                view->packed_keys[d * BLOCK + j + i] =
+                    load_one(call->bfloat16, view->keys + places[i], d);
+    }
+}
+
+/* `count` numbers of the pool, or of queries, as scaled float32. */
+TARGET static void widen(const attention_call *call, const char *from, int64_t count, float scale,
+                         float *to) {
+    int64_t i = 0;
+    for (; i + VL <= count; i += VL) store(to + i, scale * load_stored(call->bfloat16, from, i));
+    for (; i < count; i++) to[i] = scale * load_one(call->bfloat16, from, i);
+}
+
+/* Pack a KV head's part of a block. */
+TARGET static void pack_block(const attention_call *call, const block_view *view) {
+    int64_t wide = PADDED(call->value_dim);
+    const block_place *place = view->place;
+    pack_keys(call, view);
+    for (int64_t i = place->low; i < place->high; i++)
+        widen(call, view->values + place->values[i], call->value_dim, 1, view->packed_values + i * wide);
+}
+
+/* Have positions [from, to) of the next block fetched. */
+TARGET static void prefetch_next(const attention_call *call, const block_view *view, int64_t from,
+                                 int64_t to) {
+    int64_t size = call->bfloat16 ? 2 : 4;
+    for (int64_t i = from; i < to; i++) {
+        for (int64_t byte = 0; byte < call->key_dim * size; byte += LINE)
+            prefetch(view->keys + view->next->keys[i] + byte);
+        for (int64_t byte = 0; byte < call->value_dim * size; byte += LINE)
+            prefetch(view->values + view->next->values[i] + byte);
+    }
+}
+
+/* All pairs of one KV head attend to the block that begins at position `block`. */
+TARGET static void attend_block(const attention_call *call, workplace *at, const float *queries,
+                                const softmax_part *part, int64_t base, int64_t rows,
+                                int64_t block) {
+    block_view *view = &at->view;
+    if (at->how == PACKED) pack_block(call, view);
+    /* As even as ROWS allows: a tile of few rows leaves registers unused. */
+    int64_t tiles = (rows + ROWS - 1) / ROWS, row = 0;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t height = rows / tiles + (t < rows % tiles);
+        const int64_t *positions = at->positions + row;
+        const float *q = queries + row * call->key_dim;
+        if (at->how == PACKED && view->next)
+            prefetch_next(call, view, t * BLOCK / tiles, (t + 1) * BLOCK / tiles);
+        if (positions[height - 1] >= block + view->place->low &&
+            lowest_seen(call, positions[0]) < block + view->place->high) {
+            switch (height * 4 + at->how) {
+#define TILE(n, how) \
+    case n * 4 + how: attend_tile(n, how, call, view, q, part, base + row, positions, block); break;
+#define TILES(how) TILE(1, how) TILE(2, how) TILE(3, how) TILE(4, how) TILE(5, how) TILE(6, how)
+                TILES(PACKED) TILES(DIRECT_FLOAT32) TILES(DIRECT_BFLOAT16)
+            }
+            if (at->how != PACKED) view->next = NULL; /* fetched by now */
+        }
+        row += height;
+    }
+}
+
+/* Softmax over one split, for all of an item's pairs. */
+TARGET static void attend_split(const attention_call *call, const attention_item *item,
+                                workplace *at, const softmax_part *part, int64_t split) {
+    int64_t heads = item->head_end - item->head, size = call->bfloat16 ? 2 : 4;
+    int64_t rows = (item->token_end - item->token) * (call->heads / call->kv_heads);
+    int64_t last = call->positions[item->token_end - 1] + 1;
+    int64_t low = larger_of(split * SPLIT, lowest_seen(call, call->positions[item->token]));
+    int64_t high = smaller_of((split + 1) * SPLIT, last);
+    const int32_t *pages = call->pages + call->page_start[item->row];
+    block_place places[2];
+    block_view *view = &at->view;
+    memset(part->sums, 0, sizeof(float) * heads * rows * PADDED(call->value_dim));
+    for (int64_t i = 0; i < heads * rows; i++) part->weights[i] = 0, part->maximum[i] = NOTHING;
+    int64_t block = low / BLOCK * BLOCK;
+    find_block(call, pages, block, low, high, &places[0]);
+    for (int turn = 0; block < high; block += BLOCK, turn = !turn) {
+        view->place = &places[turn];
+        int more = block + BLOCK < smaller_of(item->split_end * SPLIT, last);
+        if (more) find_block(call, pages, block + BLOCK, low, last, &places[!turn]);
+        for (int64_t h = 0; h < heads; h++) {
+            view->next = more ? &places[!turn] : NULL;
+            view->keys = (const char *)call->keys + (item->head + h) * call->key_dim * size;
+            view->values = (const char *)call->values + (item->head + h) * call->value_dim * size;
+            attend_block(call, at, at->queries + h * rows * call->key_dim, part, h * rows, rows, block);
+        }
+    }
+}
+
+/* Merge the second softmax, over later keys, into the first. */
+INLINE void merge(float *sums, float *weights, float *maximum, const float *other_sums,
+                  float other_weights, float other_maximum, int64_t wide) {
+    vf top = larger(splat(*maximum), splat(other_maximum));
+    vf ours = exp2_of(splat(*maximum) - top), theirs = exp2_of(splat(other_maximum) - top);
+    for (int64_t j = 0; j < wide; j += VL)
+        store(sums + j, ours * load(sums + j) + theirs * load(other_sums + j));
+    *weights = ours[0] * *weights + theirs[0] * other_weights;
+    *maximum = top[0];
+}
+
+/* The result of pair `row` of the item's KV head `head`, to its place in the output. */
+INLINE void finish(const attention_call *call, const attention_item *item, int64_t head,
+                   int64_t row, const float *sums, float weights) {
+    int64_t group = call->heads / call->kv_heads, dim = call->value_dim;
+    int64_t at = (item->token + row / group) * call->heads;
+    at = (at + (item->head + head) * group + row % group) * dim;
+    for (int64_t d = 0; d < dim; d++) store_one(call->bfloat16, call->out, at + d, sums[d] / weights);
+}
+
+/* Queries in the order of tiles: by KV head, token, head in its group; and each pair's position. */
+TARGET static void gather_queries(const attention_call *call, const attention_item *item,
+                                  const workplace *at) {
+    int64_t group = call->heads / call->kv_heads, size = call->bfloat16 ? 2 : 4;
+    float scale = call->softcap > 0 ? call->scale : call->scale * LOG2_E;
+    float *to = at->queries;
+    for (int64_t h = item->head; h < item->head_end; h++)
+        for (int64_t t = item->token; t < item->token_end; t++) {
+            int64_t index = (t * call->heads + h * group) * call->key_dim;
+            widen(call, (const char *)call->query + index * size, group * call->key_dim, scale, to);
+            to += group * call->key_dim;
+        }
+    int64_t *position = at->positions;
+    for (int64_t t = item->token; t < item->token_end; t++)
+        for (int64_t g = 0; g < group; g++) *position++ = call->positions[t];
+}
+
+TARGET static void attend_item(const attention_call *call, const attention_item *item,
+                               float *partials, float *scratch) {
+    workplace at;
+    lay_out(call, scratch, &at);
+    int64_t rows = (item->token_end - item->token) * (call->heads / call->kv_heads);
+    int64_t all = rows * (item->head_end - item->head), stride = PARTIAL_FLOATS(call), wide = PADDED(call->value_dim);
+    at.how = PACKED;
+    if (rows <= DIRECT_ROWS && call->key_dim % VL == 0 && call->value_dim % VL == 0)
+        at.how = call->bfloat16 ? DIRECT_BFLOAT16 : DIRECT_FLOAT32;
+    else if (call->value_dim < wide)
+        memset(at.view.packed_values, 0, sizeof(float) * BLOCK * wide);
+    gather_queries(call, item, &at);
+    for (int64_t split = item->split; split < item->split_end; split++) {
+        const softmax_part *part = split == item->split ? &at.whole : &at.part;
+        attend_split(call, item, &at, part, split);
+        for (int64_t r = 0; r < all; r++) {
+            const float *sums = part->sums + r * wide;
+            if (item->partial >= 0) {
+                float *kept = partials + (item->partial + (split - item->split) * all + r) * stride;
+                memcpy(kept, sums, sizeof(float) * wide);
+                kept[wide] = part->weights[r];
+                kept[wide + 1] = part->maximum[r];
+            } else if (split > item->split) {
+                merge(at.whole.sums + r * wide, at.whole.weights + r, at.whole.maximum + r, sums,
+                      part->weights[r], part->maximum[r], wide);
+            }
+        }
+    }
+    if (item->partial < 0)
+        for (int64_t r = 0; r < all; r++)
+            finish(call, item, r / rows, r % rows, at.whole.sums + r * wide, at.whole.weights[r]);
+}
+
+/* Merge the parts that several items left for what is, but for its splits, one item. */
+TARGET static void merge_item(const attention_call *call, const attention_item *item,
+                              float *partials) {
+    int64_t rows = (item->token_end - item->token) * (call->heads / call->kv_heads);
+    int64_t all = rows * (item->head_end - item->head), stride = PARTIAL_FLOATS(call);
+    int64_t wide = PADDED(call->value_dim);
+    for (int64_t r = 0; r < all; r++) {
+        float *whole = partials + (item->partial + r) * stride;
+        for (int64_t split = item->split + 1; split < item->split_end; split++) {
+            const float *part = whole + (split - item->split) * all * stride;
+            merge(whole, whole + wide, whole + wide + 1, part, part[wide], part[wide + 1], wide);
+        }
+        finish(call, item, r / rows, r % rows, whole, whole[wide]);
+    }
+}
+
+const attention_level NAMED(attention) = {scratch_floats, attend_item, merge_item};

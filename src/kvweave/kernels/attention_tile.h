@@ -1,0 +1,198 @@
+/* Attention of a few queries to one block of keys, in registers.
+ *
+ * The includer defines VL and TARGET (see simd.h), PANEL, the vectors of columns that a tile keeps in
+ * registers, and NAMED(name), which makes exported names its own.
+ *
+ * Both products, scores = queries x keys and sums = weights x values, are the same loop over a tile of
+ * ROWS x (PANEL * VL) results, over keys and values packed to float32, keys transposed so that lanes
+ * run over keys. Where a KV head has too few queries to pay for packing, keys and values are read
+ * where they lie ("direct") and lanes run over dimensions. All arithmetic is float32. Scores are kept
+ * in powers of two: log2(e) is folded into the queries' scale.
+ */
+#include "attention.h"
+#include "simd.h"
+
+#define ROWS 6
+#define HALF (VL < 8 ? VL : 8)
+#define LINE 64 /* bytes that memory is fetched by */
+#define LOG2_E 1.4426950408889634f
+/* Below every score, and finite: the difference of two of them is a number. */
+#define NOTHING -1e30f
+
+/* Softmax over part of the context for every (token, head) pair of an item. */
+typedef struct {
+    float *sums;    /* (pairs, padded value_dim): weighted values */
+    float *weights; /* (pairs): sum of weights */
+    float *maximum; /* (pairs) */
+} softmax_part;
+
+/* Where a block of the context lies: byte offsets of its positions' keys and values in the pool, for
+ * KV head 0. Positions [low, high), counted from the block's start, are there; the others repeat one of
+ * these, so that whole blocks may be read. */
+typedef struct {
+    int64_t low, high;
+    int64_t keys[BLOCK], values[BLOCK];
+} block_place;
+
+/* One KV head's part of a block. `next` is the block that comes after it, or NULL. */
+typedef struct {
+    const char *keys, *values; /* of the KV head, in slot 0 */
+    const block_place *place, *next;
+    float *packed_keys;   /* (key_dim, BLOCK) */
+    float *packed_values; /* (BLOCK, padded value_dim) */
+    float *scores;        /* (ROWS, BLOCK): scratch */
+} block_view;
+
+static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* The first position that a query at `position` sees. */
+static int64_t lowest_seen(const attention_call *call, int64_t position) {
+    return call->window ? larger_of(0, position - call->window + 1) : 0;
+}
+
+/* Have a line of memory fetched that is read soon. The processor's own prefetching does not foresee
+ * jumps from page to page. Fetches are spread over the arithmetic: it can only overlap with a few. */
+INLINE void prefetch(const char *line) { __builtin_prefetch(line, 0, 2); }
+
+/* c = (fade ? fade * c : 0) + a x b, for `rows` rows and `panel` vectors of columns. Row k of b is at
+ * b + k * b_stride, in float32; or, if `places` is given, at bytes b + places[k], as stored. */
+INLINE void multiply(int rows, int panel, int bfloat16, int64_t depth, const float *a,
+                     int64_t a_stride, const char *b, int64_t b_stride, const int64_t *places,
+                     const int64_t *next, float *c, int64_t c_stride, const float *fade) {
+    vf sum[ROWS][PANEL];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < panel; j++)
+            sum[r][j] = fade ? load(c + r * c_stride + j * VL) * fade[r] : (vf){0};
+    for (int64_t k = 0; k < depth; k++) {
+        vf column[PANEL];
+        const char *row = b + (places ? places[k] : k * b_stride * 4);
+#pragma GCC unroll 4
+        for (int j = 0; j < panel; j++) column[j] = load_stored(bfloat16, row, j * VL);
+        if (next)
+            for (int i = 0; i < panel * VL * (bfloat16 ? 2 : 4); i += LINE) prefetch(b + next[k] + i);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vf factor = splat(a[r * a_stride + k]);
+#pragma GCC unroll 4
+            for (int j = 0; j < panel; j++) sum[r][j] += factor * column[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < panel; j++) store(c + r * c_stride + j * VL, sum[r][j]);
+}
+
+/* The same for all columns, panel by panel. */
+INLINE void multiply_all(int rows, int64_t columns, int bfloat16, int64_t depth, const float *a,
+                         int64_t a_stride, const char *b, int64_t b_stride, const int64_t *places,
+                         const int64_t *next, float *c, int64_t c_stride, const float *fade) {
+    int64_t j = 0, size = bfloat16 ? 2 : 4;
+    for (; j + PANEL * VL <= columns; j += PANEL * VL)
+        multiply(rows, PANEL, bfloat16, depth, a, a_stride, b + j * size, b_stride, places, next, c + j,
+                 c_stride, fade);
+    for (; j < columns; j += VL)
+        multiply(rows, 1, bfloat16, depth, a, a_stride, b + j * size, b_stride, places, next, c + j,
+                 c_stride, fade);
+}
+
+/* Scores of `rows` queries with a block's keys where they lie. */
+INLINE void dot_all(int rows, int bfloat16, int64_t dim, const float *queries,
+                    const block_view *view) {
+    const int64_t *places = view->place->keys, *next = view->next ? view->next->keys : NULL;
+    int64_t size = bfloat16 ? 2 : 4;
+    for (int64_t j = view->place->low / VL * VL; j < view->place->high; j += VL)
+        for (int r = 0; r < rows; r++) {
+            vf sum[VL];
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++) sum[i] = (vf){0};
+#pragma GCC unroll 2
+            for (int half = 0; half < VL; half += HALF) { /* as many addresses as registers hold */
+                const char *key[HALF];
+#pragma GCC unroll 8
+                for (int i = 0; i < HALF; i++) key[i] = view->keys + places[j + half + i];
+                for (int64_t d = 0; d < dim; d += VL) {
+                    vf query = load(queries + r * dim + d);
+#pragma GCC unroll 8
+                    for (int i = 0; i < HALF; i++)
+                        sum[half + i] += query * load_stored(bfloat16, key[i], d);
+                    if (next && d * size % LINE == 0)
+                        for (int64_t i = j + half + r; i < j + half + HALF; i += rows)
+                            prefetch(view->keys + next[i] + d * size);
+                }
+            }
+            store(view->scores + r * BLOCK + j, totals(sum));
+        }
+}
+
+/* Fold one block's scores of one (token, head) pair into its softmax: weights replace the scores.
+ * Keys [from, to) of the block are visible. Returns what the older sums must be multiplied by. */
+INLINE float weigh(float *scores, int64_t from, int64_t to, float softcap, float *sum,
+                   float *maximum) {
+    if (softcap > 0) {
+        /* cap * tanh(s / cap), with tanh(x) = 1 - 2 / (e^2x + 1), constant beyond +-20 */
+        for (int j = 0; j < BLOCK; j += VL) {
+            vf x = load(scores + j) / softcap;
+            x = larger(splat(-20.0f), -larger(splat(-20.0f), -x));
+            vf tanh = 1.0f - 2.0f / (exp2_of(x * (2 * LOG2_E)) + 1.0f);
+            store(scores + j, tanh * (softcap * LOG2_E));
+        }
+    }
+    if (from > 0 || to < BLOCK) {
+        const vi iota = {IOTA};
+        const vi hidden = (vi)splat(-__builtin_inff());
+        for (int j = 0; j < BLOCK; j += VL) {
+            vi seen = (iota >= (int32_t)(from - j)) & (iota < (int32_t)(to - j));
+            store(scores + j, (vf)(((vi)load(scores + j) & seen) | (hidden & ~seen)));
+        }
+    }
+    vf top = splat(*maximum);
+    for (int j = 0; j < BLOCK; j += VL) top = larger(top, load(scores + j));
+    top = largest(top);
+    vf sums = {0};
+    for (int j = 0; j < BLOCK; j += VL) {
+        vf weight = exp2_of(load(scores + j) - top);
+        store(scores + j, weight);
+        sums += weight;
+    }
+    float fade = exp2_of(splat(*maximum) - top)[0];
+    *maximum = top[0];
+    *sum = *sum * fade + total(sums)[0];
+    return fade;
+}
+
+/* How a tile reads its block. */
+enum { PACKED, DIRECT_FLOAT32, DIRECT_BFLOAT16 };
+
+/* `rows` pairs, from `row` of the part on, attend to the block that begins at position `block`. */
+INLINE void attend_tile(int rows, int how, const attention_call *call, const block_view *view,
+                        const float *queries, const softmax_part *part, int64_t row,
+                        const int64_t *positions, int64_t block) {
+    const block_place *place = view->place;
+    int64_t dim = call->key_dim, wide = PADDED(call->value_dim), first = BLOCK, last = 0;
+    float fade[ROWS], *scores = view->scores, *sums = part->sums + row * wide;
+    int bfloat16 = how == DIRECT_BFLOAT16;
+    if (how == PACKED)
+        multiply_all(rows, BLOCK, 0, dim, queries, dim, (char *)view->packed_keys, BLOCK, NULL, NULL, scores,
+                     BLOCK, NULL);
+    else
+        dot_all(rows, bfloat16, dim, queries, view);
+    for (int r = 0; r < rows; r++) {
+        int64_t to = smaller_of(positions[r] + 1 - block, place->high);
+        int64_t from = larger_of(lowest_seen(call, positions[r]) - block, place->low);
+        fade[r] = weigh(scores + r * BLOCK, from, to, call->softcap, part->weights + row + r,
+                        part->maximum + row + r);
+        first = smaller_of(first, from);
+        last = larger_of(last, to);
+    }
+    if (how == PACKED)
+        multiply_all(rows, wide, 0, last - first, scores + first, BLOCK,
+                     (char *)(view->packed_values + first * wide), wide, NULL, NULL, sums, wide, fade);
+    else
+        multiply_all(rows, wide, bfloat16, last - first, scores + first, BLOCK, view->values, 0,
+                     place->values + first,
+                     view->next ? view->next->values + first : NULL, sums, wide, fade);
+}

@@ -1,0 +1,19 @@
+/* Which instruction set this processor has. */
+#include "attention.h"
+#include "move.h"
+
+/* The best level: 0 nothing in particular, 1 AVX2, 2 AVX-512. All below it work, too. */
+int32_t kvweave_level(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return 2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+    return 0;
+}
+
+/* Sizes of the structs that the caller must fill in, so that it never calls a build that does not fit. */
+int64_t kvweave_sizes(void) {
+    return (int64_t)sizeof(attention_call) << 32 | sizeof(move_call) << 16 | sizeof(move_layer);
+}

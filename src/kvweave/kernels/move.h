@@ -1,0 +1,43 @@
+/* Moving KV from slots to slots, keys rotated: what the callers and the kernels agree on. */
+#ifndef KVWEAVE_MOVE_H
+#define KVWEAVE_MOVE_H
+
+#include <stdint.h>
+
+/* One layer's pool. `turned` dimensions of each key, from `offset` on, are rotated; x becomes
+ * x * cos + partner(x) * sin, where the partner of dimension i of these is i + turned / 2 (or minus
+ * that), or its neighbour in the pair (2j, 2j + 1) if `interleaved`.
+ * The Python side mirrors both structs field by field. */
+typedef struct {
+    void *keys;   /* (slots, heads, key_dim) */
+    void *values; /* (slots, heads, value_dim) */
+    int64_t heads, key_dim, value_dim;
+    int64_t offset, turned;
+    const float *turns; /* (runs, 2, turned): cos, then sin with its sign, per run */
+    int32_t interleaved;
+    int32_t zeroed; /* not copied: the target gets zeros */
+} move_layer;
+
+typedef struct {
+    int64_t layers, runs;
+    const move_layer *layer;
+    const int64_t *run_start; /* (runs + 1), into the slots */
+    const int32_t *sources, *targets;
+    int32_t bfloat16;
+    int32_t threads;
+    int32_t level;
+} move_call;
+
+/* Tokens that a thread moves at a time, within one layer. */
+#define MOVE_CHUNK 128
+
+/* Move tokens [first, last), all of run `run`, in one layer. */
+typedef void move_kernel(const move_call *call, const move_layer *layer, int64_t run, int64_t first,
+                         int64_t last);
+
+extern move_kernel move_base;
+#if defined(__x86_64__)
+extern move_kernel move_avx2, move_avx512;
+#endif
+
+#endif

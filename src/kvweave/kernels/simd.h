@@ -1,0 +1,165 @@
+/* Vectors of VL floats, written once for every instruction set.
+ *
+ * A file that includes this defines VL (floats per vector) and TARGET (the function attribute that
+ * enables the instruction set). GCC's vector types do the arithmetic; only what they cannot say,
+ * maximum and shuffles, is spelled out.
+ */
+#ifndef KVWEAVE_SIMD_H
+#define KVWEAVE_SIMD_H
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef uint16_t vh __attribute__((vector_size(2 * VL)));
+/* The same in memory: at any address, and free to alias. */
+typedef float vf_memory __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef uint16_t vh_memory __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+
+/* First and second halves of a and b, woven: a0 b0 a1 b1 ...; and pairs of a, swapped. */
+#if VL == 16
+#define LOW_HALVES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH_HALVES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define IOTA 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+#define PARTNERS 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14
+#define LOG_VL 4
+#elif VL == 8
+#define LOW_HALVES 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH_HALVES 4, 12, 5, 13, 6, 14, 7, 15
+#define IOTA 0, 1, 2, 3, 4, 5, 6, 7
+#define PARTNERS 1, 0, 3, 2, 5, 4, 7, 6
+#define LOG_VL 3
+#else
+#define LOW_HALVES 0, 4, 1, 5
+#define HIGH_HALVES 2, 6, 3, 7
+#define IOTA 0, 1, 2, 3
+#define PARTNERS 1, 0, 3, 2
+#define LOG_VL 2
+#endif
+
+#if defined(__clang__)
+#define WEAVE_LOW(a, b) __builtin_shufflevector(a, b, LOW_HALVES)
+#define WEAVE_HIGH(a, b) __builtin_shufflevector(a, b, HIGH_HALVES)
+#define SWAP_PAIRS(a) __builtin_shufflevector(a, a, PARTNERS)
+#else
+#define WEAVE_LOW(a, b) __builtin_shuffle(a, b, (vi){LOW_HALVES})
+#define WEAVE_HIGH(a, b) __builtin_shuffle(a, b, (vi){HIGH_HALVES})
+#define SWAP_PAIRS(a) __builtin_shuffle(a, (vi){PARTNERS})
+#endif
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf load(const float *p) { return *(const vf_memory *)p; }
+INLINE void store(float *p, vf x) { *(vf_memory *)p = x; }
+
+/* The larger of each pair; where b is not a number, b. */
+INLINE vf larger(vf a, vf b) {
+#if defined(__x86_64__) && VL == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__x86_64__) && VL == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__x86_64__)
+    return (vf)_mm_max_ps((__m128)a, (__m128)b);
+#else
+    vi first = a > b;
+    return (vf)(((vi)a & first) | ((vi)b & ~first));
+#endif
+}
+
+/* The largest, or the sum, of all elements, in every element. */
+INLINE vf largest(vf x) {
+    for (int i = 0; i < LOG_VL; i++) x = larger(WEAVE_LOW(x, x), WEAVE_HIGH(x, x));
+    return x;
+}
+
+INLINE vf total(vf x) {
+    for (int i = 0; i < LOG_VL; i++) x = WEAVE_LOW(x, x) + WEAVE_HIGH(x, x);
+    return x;
+}
+
+/* 2^x, within 1e-7 of it, for x up to 127; exactly 1 at 0, and exactly 0 below -126.5.
+ * The polynomial is the minimax fit (relative error) of 2^f on [-1/2, 1/2] with constant term 1. */
+INLINE vf exp2_of(vf x) {
+    const vf shifter = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    x = larger(splat(-127.0f), x);
+    vf shifted = x + shifter;
+    vi n = (vi)shifted - (vi)shifter;
+    vf f = x - (shifted - shifter);
+    vf p = f * 0.001326472731307149f + 0.009671512991189957f;
+    p = p * f + 0.05550733581185341f;
+    p = p * f + 0.24022242426872253f;
+    p = p * f + 0.6931470036506653f;
+    p = p * f + 1.0f;
+    return p * (vf)((n + 127) << 23);
+}
+
+/* Numbers as they are stored, float32 or bfloat16 (the upper half of a float's bits; rounding is to
+ * nearest, ties to even): VL of them from element i on, or one. */
+INLINE vf load_stored(int bfloat16, const void *from, int64_t i) {
+    if (!bfloat16) return load((const float *)from + i);
+    vh bits = *(const vh_memory *)((const uint16_t *)from + i);
+    return (vf)(__builtin_convertvector(bits, vu) << 16);
+}
+
+INLINE void store_stored(int bfloat16, void *to, int64_t i, vf x) {
+    if (!bfloat16) {
+        store((float *)to + i, x);
+        return;
+    }
+    vu bits = (vu)x, unordered = (vu)(x != x);
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    bits = (bits & ~unordered) | (0x7FC0 & unordered);
+    *(vh_memory *)((uint16_t *)to + i) = __builtin_convertvector(bits, vh);
+}
+
+INLINE float load_one(int bfloat16, const void *from, int64_t i) {
+    if (!bfloat16) return ((const float *)from)[i];
+    uint32_t bits = (uint32_t)((const uint16_t *)from)[i] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE void store_one(int bfloat16, void *to, int64_t i, float x) {
+    if (!bfloat16) {
+        ((float *)to)[i] = x;
+        return;
+    }
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    ((uint16_t *)to)[i] = (uint16_t)(x == x ? bits : 0x7FC0);
+}
+
+/* In place: VL vectors of VL elements as a matrix, transposed. */
+INLINE void transpose(vf *rows) {
+#pragma GCC unroll 4
+    for (int stage = 0; stage < LOG_VL; stage++) {
+        vf woven[VL];
+#pragma GCC unroll 8
+        for (int i = 0; i < VL / 2; i++) {
+            woven[2 * i] = WEAVE_LOW(rows[i], rows[i + VL / 2]);
+            woven[2 * i + 1] = WEAVE_HIGH(rows[i], rows[i + VL / 2]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < VL; i++) rows[i] = woven[i];
+    }
+}
+
+/* The total of each of VL vectors, in their order. */
+INLINE vf totals(vf *rows) {
+#pragma GCC unroll 4
+    for (int count = VL / 2; count; count /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < count; i++)
+            rows[i] = WEAVE_LOW(rows[i], rows[i + count]) + WEAVE_HIGH(rows[i], rows[i + count]);
+    return rows[0];
+}
+
+#endif

@@ -1,0 +1,87 @@
+"""Packed batches over a shuffled pool, and attention worked out the slow and certain way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvweave.engine.attention.base import AttentionBatch, LayerCall
+from kvweave.kv.layout import LayerLayout
+from kvweave.kv.tensors import KVTensors
+
+
+def make_batch(
+    positions: Sequence[Sequence[int]], page_size: int, generator: torch.Generator
+) -> AttentionBatch:
+    """One row per list of ascending positions; pages in random order."""
+    counts = [row[-1] // page_size + 1 if row else 0 for row in positions]
+    pages = torch.randperm(sum(counts), generator=generator).int()
+    flat = [position for row in positions for position in row]
+    return AttentionBatch(
+        positions=torch.tensor(flat, dtype=torch.int64),
+        slots=torch.zeros(len(flat), dtype=torch.int64),
+        query_start=_starts([len(row) for row in positions]),
+        pages=pages,
+        page_start=_starts(counts),
+        page_size=page_size,
+        rows=len(positions),
+        tokens=len(flat),
+        longest=max((row[-1] for row in positions if row), default=-1) + 1,
+    )
+
+
+def make_kv(
+    batch: AttentionBatch,
+    layout: LayerLayout,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> KVTensors:
+    """A pool of one layer, random where rows of the batch see it, not-a-number elsewhere."""
+    kv = KVTensors([layout], max(1, len(batch.pages)), batch.page_size, dtype=dtype)
+    seen = torch.zeros(kv.num_slots, dtype=torch.bool)
+    for row in range(batch.rows):
+        seen[_seen_slots(batch, row, layout.window)] = True
+    for pool in (kv.keys[0], kv.values[0]):
+        pool.copy_(torch.randn(pool.shape, generator=generator))
+        pool[~seen] = torch.nan
+    return kv
+
+
+def expected(
+    batch: AttentionBatch, query: torch.Tensor, kv: KVTensors, call: LayerCall
+) -> torch.Tensor:
+    """Attention in float64, one row and one head at a time."""
+    keys, values = kv.keys[call.layer].double(), kv.values[call.layer].double()
+    group = query.shape[1] // keys.shape[1]
+    out = torch.zeros(query.shape[0], query.shape[1], values.shape[2], dtype=torch.float64)
+    for row in range(batch.rows):
+        first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
+        slots = _slots(batch, row)
+        for token in range(first, last):
+            position = int(batch.positions[token])
+            low = 0 if call.window is None else max(0, position - call.window + 1)
+            for head in range(query.shape[1]):
+                seen = slots[low : position + 1]
+                scores = keys[seen, head // group] @ query[token, head].double() * call.scale
+                if call.softcap is not None:
+                    scores = call.softcap * torch.tanh(scores / call.softcap)
+                out[token, head] = scores.softmax(0) @ values[seen, head // group]
+    return out
+
+
+def _starts(counts: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).int()
+
+
+def _slots(batch: AttentionBatch, row: int) -> torch.Tensor:
+    pages = batch.pages[int(batch.page_start[row]) : int(batch.page_start[row + 1])].long()
+    return (pages[:, None] * batch.page_size + torch.arange(batch.page_size)).flatten()
+
+
+def _seen_slots(batch: AttentionBatch, row: int, window: int | None) -> torch.Tensor:
+    first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
+    if first == last:
+        return torch.zeros(0, dtype=torch.int64)
+    low = 0 if window is None else max(0, int(batch.positions[first]) - window + 1)
+    return _slots(batch, row)[low : int(batch.positions[last - 1]) + 1]

@@ -1,0 +1,148 @@
+"""Every way to compute attention agrees with attention worked out in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from batches import expected, make_batch, make_kv
+
+from kvweave import kernels
+from kvweave.engine.attention import AttentionBackend, LayerCall, get_backend
+from kvweave.engine.attention.cpu import CpuAttention
+from kvweave.engine.attention.gathered import GatheredAttention
+from kvweave.errors import ConfigError
+from kvweave.kv.layout import LayerLayout
+
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+
+
+def implementations() -> Iterator[AttentionBackend]:
+    """The kernel in each instruction set that this processor has, and plain torch in both ways."""
+    library = kernels.load()
+    assert library is not None, "the kernels were not built, so they cannot be tested"
+    for level in range(library.level + 1):
+        yield CpuAttention(level=level)
+    yield CpuAttention(native=False)
+    yield GatheredAttention(together=True)
+
+
+def draw_rows(rng: random.Random) -> list[list[int]]:
+    """Prefill chunks, appends, decodes and irregular positions, from nothing to past a split."""
+    rows = []
+    for _ in range(rng.randint(1, 5)):
+        length = rng.choice([1, 2, 17, 64, 65, 200, 513, 700, 1100])
+        kind = rng.choice(["decode", "append", "chunk", "irregular", "none"])
+        start = {"decode": length - 1, "append": max(0, length - 5), "chunk": length // 2}
+        if kind == "irregular":
+            rows.append(sorted(rng.sample(range(length), min(length, rng.randint(1, 40)))))
+        else:
+            rows.append(list(range(start.get(kind, length), length)))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches(seed: int, dtype: torch.dtype) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4, 7])
+    key_dim, value_dim = rng.choice([(64, 64), (128, 128), (80, 80), (24, 40), (20, 9), (96, 32)])
+    window = rng.choice([None, None, 1, 30, 512, 600])
+    batch = make_batch(draw_rows(rng), rng.choice([1, 4, 16, 128]), generator)
+    layout = LayerLayout(kv_heads, key_dim, value_dim, window=window)
+    kv = make_kv(batch, layout, dtype, generator)
+    shape = (batch.tokens, kv_heads * group, key_dim)
+    query = torch.randn(shape, generator=generator).to(dtype)
+    call = LayerCall(0, key_dim**-0.5, window, rng.choice([None, None, 2.0]))
+    right = expected(batch, query, kv, call)
+    for backend in implementations():
+        backend.begin(batch)
+        got = backend.attend(query, kv, call)
+        assert got.dtype == dtype
+        torch.testing.assert_close(
+            got.double(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
+def test_a_result_depends_neither_on_other_rows_nor_on_threads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [[2000], list(range(1500, 1530)), list(range(300)), [700]]
+    batch = make_batch(rows, 16, generator)
+    kv = make_kv(batch, LayerLayout(2, 64, 64), torch.float32, generator)
+    query = torch.randn(batch.tokens, 6, 64, generator=generator)
+    backend, call = CpuAttention(), LayerCall(0, 0.125)
+    backend.begin(batch)
+    together = backend.attend(query, kv, call).clone()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        backend.begin(batch)
+        assert torch.equal(backend.attend(query, kv, call), together)
+    finally:
+        torch.set_num_threads(threads)
+    batch.query_start, batch.page_start = batch.query_start[:2], batch.page_start[:2]
+    batch.rows, batch.tokens = 1, 1
+    backend.begin(batch)
+    assert torch.equal(backend.attend(query[:1], kv, call), together[:1])
+
+
+def test_extreme_scores_stay_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([list(range(90)), [600]], 16, generator)
+    kv = make_kv(batch, LayerLayout(1, 64, 64), torch.float32, generator)
+    query = torch.randn(batch.tokens, 1, 64, generator=generator) * 1e3
+    call = LayerCall(0, 1.0)
+    for backend in implementations():
+        backend.begin(batch)
+        got = backend.attend(query, kv, call)
+        torch.testing.assert_close(
+            got.double(), expected(batch, query, kv, call), atol=1e-3, rtol=1e-3
+        )
+
+
+def test_what_is_not_a_number_is_not_hidden() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([list(range(80)), [70]], 16, generator)
+    kv = make_kv(batch, LayerLayout(1, 64, 64), torch.float32, generator)
+    query = torch.randn(batch.tokens, 2, 64, generator=generator)
+    query[-1, 1] = torch.nan
+    for backend in implementations():
+        backend.begin(batch)
+        broken = backend.attend(query, kv, LayerCall(0, 0.125)).isnan()
+        assert broken[-1, 1].all()
+        assert broken.sum() == 64
+
+
+def test_layers_of_different_shapes_share_one_backend() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([list(range(40)), [600]], 16, generator)
+    backend = CpuAttention()
+    backend.begin(batch)
+    for heads, dim, dtype in ((4, 32, torch.float32), (2, 128, torch.bfloat16), (8, 16, None)):
+        kv = make_kv(batch, LayerLayout(2, dim, dim), dtype or torch.float64, generator)
+        query = torch.randn(batch.tokens, heads, dim, generator=generator).to(kv.dtype)
+        call = LayerCall(0, 0.2)
+        got = backend.attend(query, kv, call)
+        right = expected(batch, query, kv, call)
+        torch.testing.assert_close(got.double(), right, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "words"),
+    [
+        ("cpu", "cuda", "needs --device cpu"),
+        ("flashinfer", "cpu", "needs --device cuda"),
+        ("paged", "cpu", "'paged'"),
+    ],
+)
+def test_backends_that_do_not_fit_are_refused(name: str, device: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        get_backend(name, device)
+
+
+def test_auto_takes_the_kernel_on_a_cpu_and_torch_elsewhere() -> None:
+    assert get_backend("auto", "cpu").name == "cpu"
+    assert get_backend("auto", "mps").name == "sdpa"
+    assert get_backend("sdpa", "cpu").name == "sdpa"
