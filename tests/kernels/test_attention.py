@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from batches import expected, make_batch, make_kv
+from attention_batches import expected, make_batch, make_kv
 
 from kvweave import kernels
 from kvweave.engine.attention import AttentionBackend, LayerCall, get_backend

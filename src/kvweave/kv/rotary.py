@@ -39,7 +39,8 @@ def relocate(keys: torch.Tensor, rotary: Rotary, delta: int) -> torch.Tensor:
     moved = keys.clone()
     turned = keys[..., start:stop].float()
     if rotary.interleaved:
-        partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        pairs = turned.reshape(*turned.shape[:-1], len(rotary.inv_freq), 2)
+        partner = pairs.flip(-1).reshape(turned.shape)
     else:
         partner = turned.roll(factors.shape[1] // 2, -1)
     moved[..., start:stop] = (turned * factors[0] + partner * factors[1]).to(keys.dtype)

@@ -1,0 +1,146 @@
+"""Moving runs of KV between slots: every layer, compiled and in plain torch alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvweave import kernels
+from kvweave.errors import IntegrityError, UnsupportedModelError
+from kvweave.kv.layout import LayerLayout, Rotary
+from kvweave.kv.mover import MoveRun, TensorMover
+from kvweave.kv.rotary import relocate
+from kvweave.kv.tensors import KVTensors
+
+
+def frequencies(pairs: int, base: float = 10_000.0) -> np.ndarray:
+    return base ** -(np.arange(pairs) / pairs)
+
+
+LAYOUTS = (
+    LayerLayout(3, 64, 64, rotary=Rotary(frequencies(32))),
+    LayerLayout(2, 64, 64, rotary=Rotary(frequencies(32), interleaved=True)),
+    LayerLayout(1, 24, 40, rotary=Rotary(frequencies(5), offset=3)),
+    LayerLayout(2, 24, 9, rotary=Rotary(frequencies(5), interleaved=True, offset=7)),
+    LayerLayout(2, 32, 32, rotary=Rotary(frequencies(8, 1e6), offset=16)),
+    LayerLayout(2, 16, 16, rotary=Rotary(np.zeros(0))),
+)
+PAGES, PAGE_SIZE = 60, 16
+
+
+def filled(dtype: torch.dtype) -> KVTensors:
+    kv = KVTensors(LAYOUTS, PAGES, PAGE_SIZE, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*kv.keys, *kv.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return kv
+
+
+def movers(
+    dtype: torch.dtype = torch.float32, **options: tuple[int, ...]
+) -> Iterator[tuple[KVTensors, TensorMover]]:
+    """The kernel in each instruction set of this processor, and plain torch; each with a pool."""
+    library = kernels.load()
+    assert library is not None, "the kernels were not built, so they cannot be tested"
+    for level in range(library.level + 1):
+        kv = filled(dtype)
+        yield kv, TensorMover(kv, level=level, **options)
+    kv = filled(dtype)
+    yield kv, TensorMover(kv, native=False, **options)
+
+
+def draw_runs(seed: int) -> list[MoveRun]:
+    """Runs of any length, some of consecutive slots and some scattered, none twice."""
+    rng = random.Random(seed)
+    free = list(range(PAGES * PAGE_SIZE))
+    if seed % 2:
+        rng.shuffle(free)
+    runs = []
+    for _ in range(rng.randint(1, 4)):
+        count = rng.choice([0, 1, 2, 15, 100])
+        taken, free = free[: 2 * count], free[2 * count :]
+        slots = np.array(taken, np.int32)
+        runs.append(MoveRun(slots[:count], slots[count:], rng.randint(-9_000, 9_000)))
+    return runs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_every_layer_of_every_run_is_moved_and_nothing_else(seed: int, dtype: torch.dtype) -> None:
+    runs, before = draw_runs(seed), filled(dtype)
+    right = filled(dtype)
+    for run in runs:
+        source, target = torch.from_numpy(run.sources).long(), torch.from_numpy(run.targets).long()
+        for layer, layout in enumerate(LAYOUTS):
+            assert layout.rotary is not None
+            moved = relocate(before.keys[layer][source], layout.rotary, run.delta)
+            right.keys[layer][target] = moved
+            right.values[layer][target] = before.values[layer][source]
+    # A type of few digits may round an element to its neighbour, never further.
+    close = {"atol": 1e-6, "rtol": 1e-6 if dtype == torch.float32 else 2**-7}
+    for kv, mover in movers(dtype):
+        mover.move(runs)
+        for got, want in zip(kv.values, right.values, strict=True):
+            assert torch.equal(got, want)
+        for got, want in zip(kv.keys, right.keys, strict=True):
+            torch.testing.assert_close(got, want, **close)
+
+
+def test_a_thousand_shifts_of_one_donor_do_not_degrade() -> None:
+    """Each is one rotation from the exact donor: the thousandth is as good as the first."""
+    source, target = np.arange(20, dtype=np.int32), np.arange(100, 120, dtype=np.int32)
+    donor = filled(torch.float32).keys[0][:20].double()
+    angles = torch.from_numpy(frequencies(32))
+    for kv, mover in movers():
+        for delta in range(1, 1001):
+            mover.move([MoveRun(source, target, delta)])
+        half = (donor[..., :32] + 1j * donor[..., 32:]) * torch.exp(1j * 1000 * angles)
+        right = torch.cat([half.real, half.imag], -1)
+        torch.testing.assert_close(kv.keys[0][100:120].double(), right, atol=2e-6, rtol=1e-6)
+
+
+def test_zeroed_layers_hold_zeros_and_the_others_the_donor() -> None:
+    for kv, mover in movers(zeroed=(1, 3)):
+        for tensor in (*kv.keys, *kv.values):
+            tensor[50:60] = 1
+        mover.move([MoveRun(np.arange(10, dtype=np.int32), np.arange(50, 60, dtype=np.int32), 8)])
+        for layer in range(len(LAYOUTS)):
+            zero = layer in (1, 3)
+            assert bool((kv.keys[layer][50:60] == 0).all()) is zero
+            assert bool((kv.values[layer][50:60] == 0).all()) is zero
+            assert torch.equal(kv.values[layer][50:60], kv.values[layer][:10]) is not zero
+
+
+def test_models_whose_keys_are_fixed_are_refused_in_words() -> None:
+    fixed = LayerLayout(1, 8, 8, fixed_because="its positions are learned")
+    kv = KVTensors([LAYOUTS[0], fixed], 4, 4)
+    mover = TensorMover(kv)
+    words = "layer 1 of this model: its keys cannot be moved: its positions are learned"
+    assert mover.refusal == words
+    run = MoveRun(np.zeros(1, np.int32), np.ones(1, np.int32), 1)
+    with pytest.raises(UnsupportedModelError, match=words):
+        mover.move([run])
+    assert TensorMover(KVTensors(LAYOUTS, 4, 4)).refusal is None
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "words"),
+    [
+        ([0, 1], [1, 2], "overwrite"),
+        ([0, 1], [5], "2 slots cannot move to 1"),
+        ([0], [PAGES * PAGE_SIZE], "does not have"),
+        ([-1], [3], "does not have"),
+    ],
+)
+def test_unfit_slots_move_nothing(sources: list[int], targets: list[int], words: str) -> None:
+    run = MoveRun(np.array(sources, np.int32), np.array(targets, np.int32), 1)
+    for kv, mover in movers():
+        with pytest.raises(IntegrityError, match=words):
+            mover.move([run])
+        # What failed leaves nothing behind that a later move would stumble over.
+        mover.move([MoveRun(np.array([2], np.int32), np.array([0], np.int32), 1)])
+        assert torch.equal(kv.values[0][1:], filled(torch.float32).values[0][1:])
