@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from world import World
 
 from kvweave.prefix.registry import backend_names
+
+settings.register_profile("shared machine", deadline=None)  # how long a test takes proves nothing
+settings.load_profile("shared machine")
 
 PAGE_SIZES = (1, 16, 128)
 

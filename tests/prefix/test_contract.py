@@ -416,14 +416,16 @@ def test_policies_differ_in_what_goes_first(keeping: str, policy: str, order: li
     assert gone == order
 
 
-def test_priority_spares_the_higher_one_however_old(keeping: str) -> None:
+def test_priority_eviction_spares_the_higher_one_however_old(keeping: str) -> None:
     world = World(keeping, 4, eviction="priority")
-    world.serve(text(2, 4, seed=0), priority=5)
-    for seed in range(1, 5):
-        world.serve(text(2, 4, seed), priority=1)
-    world.evict(8)
-    assert world.match(text(2, 4, seed=0)) == 4
-    world.check()
+    priorities = [10**20, 5, 0, -5, -(10**20)]
+    for seed, priority in enumerate(priorities):
+        world.serve(text(2, 4, seed), priority=priority)
+    for left in range(len(priorities) - 1, -1, -1):
+        world.evict(2)
+        found = [world.match(text(2, 4, seed)) for seed in range(len(priorities))]
+        assert found == [4] * left + [0] * (len(priorities) - left)
+        world.check()
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "priority"])

@@ -14,6 +14,9 @@ Item = TypeVar("Item")
 Key: TypeAlias = tuple[int, int]
 """Rank, then the logical time of the last use. Smaller goes first."""
 
+LOWEST = -(2**31)
+"""Priority of what no request has used yet."""
+
 Rank: TypeAlias = Callable[[int, int], int]
 """From hits and priority to a rank."""
 

@@ -16,7 +16,7 @@ from kvweave.errors import IntegrityError
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import Namespace
 from kvweave.prefix.chain import Hasher, namespace_seed, page_hashes, xxh3
-from kvweave.prefix.eviction import RANKS, EvictionQueue, Key
+from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
 
 NO_PARENT = -1
 """Parent of a prompt's first page."""
@@ -107,13 +107,14 @@ class HashIndex:
         if len(pages) and self._is_leaf(last := int(pages[-1])):
             self._queue.push(last)  # the others have a child: the next of the chain
 
-    def touch(self, pages: IntArray, priority: int = 0, hits: int = 0) -> None:
+    def touch(self, pages: IntArray, priority: int = LOWEST, hits: int = 0) -> None:
         """`pages` were used just now, and hit `hits` times.
 
         What is locked cannot go anyway: it is enough to say so before unlocking.
         """
         self._clock += 1
         self._last_used[pages] = self._clock
+        priority = max(LOWEST, min(priority, -LOWEST - 1))  # what the array can hold
         self._priority[pages] = np.maximum(self._priority[pages], priority)
         self._hits[pages] += hits
 
@@ -191,12 +192,7 @@ class HashIndex:
         return page_hashes(tokens, self.page_size, seed, self._hasher)
 
     def _enter(
-        self,
-        namespace: Namespace,
-        parent: int,
-        tokens: IntArray,
-        pages: IntArray,
-        names: list[int],
+        self, namespace: Namespace, parent: int, tokens: IntArray, pages: IntArray, names: list[int]
     ) -> None:
         """Write down all about `pages`, new in the index and locked by their one holder."""
         if not names:
@@ -212,7 +208,7 @@ class HashIndex:
             self._children[parent] += 1
         self._locks[pages] = 1
         self._hits[pages] = 0
-        self._priority[pages] = 0
+        self._priority[pages] = LOWEST
         self.cached_pages += len(pages)
 
     def _cut(self, leaf: int, most: int) -> list[int]:

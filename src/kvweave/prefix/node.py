@@ -9,6 +9,7 @@ import numpy as np
 
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import Namespace
+from kvweave.prefix.eviction import LOWEST
 
 
 class Node:
@@ -50,7 +51,7 @@ class Node:
         self.locks = 0
         """Holders of this node or of anything below it."""
         self.hits = 0
-        self.priority = 0
+        self.priority = LOWEST
         self.last_used = 0
         self.order = order
         """Of creation; a number that names this node to people."""

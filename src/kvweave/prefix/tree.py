@@ -14,7 +14,7 @@ import numpy as np
 from kvweave.errors import IntegrityError
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import Namespace
-from kvweave.prefix.eviction import RANKS, EvictionQueue, Key
+from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
 from kvweave.prefix.node import Node, Place, common_prefix, grown, shrunk, upwards
 
 
@@ -146,7 +146,7 @@ class RadixTree:
                 self.evictable_pages += len(at.pages)
         self._tidy(node)
 
-    def touch(self, node: Node, priority: int = 0, hits: int = 0) -> None:
+    def touch(self, node: Node, priority: int = LOWEST, hits: int = 0) -> None:
         """The path to `node` was used just now, and hit `hits` times.
 
         What is locked cannot go anyway: it is enough to say so before unlocking.
