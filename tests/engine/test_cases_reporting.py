@@ -41,6 +41,7 @@ def test_n_answers_share_one_prompt_and_one_count(backend):
     world = make_world(backend)
     tokens = prompt(32, 1)
     world.run(request("cold", tokens, 3, n=4))
+    assert world.peak_running >= 3, "the others start as soon as the first has the prompt"
     for index in range(4):
         usage = world.answers["cold", index].usage
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (32, 3, 0)

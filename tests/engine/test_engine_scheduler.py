@@ -86,6 +86,26 @@ def test_admission_leaves_room_for_what_running_answers_will_say():
     assert world.peak_running > 4, "and memory does not stay idle"
 
 
+def test_a_match_that_was_only_others_memory_is_leased_once_and_given_back():
+    """Its cached pages count as room until it locks them; then there is too little for the rest."""
+    world = make_world("radix", pool_tokens=96)
+    warm = prompt(40, 1)
+    world.run(request("warm", warm, 1))
+    leased = []
+    lease = world.engine.cache.lease
+    world.engine.cache.lease = lambda view: leased.append(view.rid) or lease(view)
+    world.engine.add(request("running", prompt(36, 2), 12))
+    world.step()
+    world.engine.add(request("hit", prompt(60, 3, warm), 4))
+    for _ in range(6):
+        world.step()
+        assert [s.group.request.rid for s in world.engine.scheduler.running] == ["running"]
+    assert leased == ["running", "hit"]
+    assert world.engine.snapshot().evictable_tokens >= 36, "unlocked again"
+    world.run()
+    assert world.ids("hit") == oracle_answer(prompt(60, 3, warm), 4)
+
+
 def test_running_requests_and_pages_are_bounded():
     world = make_world("radix", max_running_requests=3)
     world.run(*(request(f"r{i}", prompt(10, i), 5) for i in range(9)))

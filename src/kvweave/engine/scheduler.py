@@ -217,11 +217,7 @@ class Scheduler:
         self._step.failed.append((sequence, error))
 
     def _drop_row(self, sequence: Sequence) -> None:
-        for at, row in enumerate(self._step.rows):
-            if row.sequence is sequence:
-                self._budget += row.count
-                del self._step.rows[at]
-                return
+        self._step.rows = [row for row in self._step.rows if row.sequence is not sequence]
 
     def _release(self, sequence: Sequence, status: Status) -> None:
         lease = sequence.lease
