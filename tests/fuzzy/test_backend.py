@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fuzzy_world import HERE, SMALL, Running, SlotMover, World, joined, text
 
-from kvweave.errors import UnsupportedModelError
+from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.pool import PagePool
 from kvweave.prefix.base import CacheOptions, Namespace
@@ -236,18 +236,24 @@ def test_a_failing_copy_costs_the_spans_only(caplog: pytest.LogCaptureFixture) -
     assert world.start(head + text(6, 5) + document + text(7, 9)).lease.plan.served > 50
 
 
-def test_an_unforeseen_fault_leaves_no_lease_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", [ArithmeticError, IntegrityError])
+def test_a_fault_of_ours_is_raised_and_leaves_no_lease_behind(
+    fault: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(num_pages=200, page_size=4)
     document = text(2, 64)
     world.serve(text(4, 7) + document + text(5, 20))
     free = world.pool.num_free
 
     def broken(*_: object) -> None:
-        raise ArithmeticError("a fault of ours")
+        raise fault("a fault of ours")
 
     with monkeypatch.context() as during:
-        during.setattr("kvweave.fuzzy.backend.slots_of", broken)
-        with pytest.raises(ArithmeticError):
+        if fault is IntegrityError:  # the one error of a copy that is never bad luck
+            during.setattr(SlotMover, "move", broken)
+        else:
+            during.setattr("kvweave.fuzzy.backend.slots_of", broken)
+        with pytest.raises(fault):
             world.cache.lease(world.view(text(6, 5) + document + text(7, 9)))
     world.check()
     assert world.pool.num_free == free

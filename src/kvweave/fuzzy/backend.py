@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from kvweave.config import FuzzyConfig
-from kvweave.errors import UnsupportedModelError
+from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.fuzzy.donors import DonorTree, slots_of
 from kvweave.fuzzy.guard import Guard, LentDonors
 from kvweave.fuzzy.inflight import Inflight
@@ -153,6 +153,8 @@ class FuzzyCache(RadixCache):
         plan = Plan(lease.plan.length, lease.plan.exact, tuple(spans))
         try:
             self._mover.move(runs)
+        except IntegrityError:
+            raise  # a fault of ours, and no bad luck
         except Exception:
             self._unmoved += 1
             if self._unmoved == 1:
