@@ -84,7 +84,9 @@ class GenerationResponse(Response):
             if not started:
                 raise
             unexpected = not isinstance(failure, KvweaveError)
-            log.warning("rid=%s failed in mid-stream: %s", self._rid, failure, exc_info=unexpected)
+            # Its words, not the exception: who keeps the record must not keep the whole request.
+            words = str(failure)
+            log.warning("rid=%s failed in mid-stream: %s", self._rid, words, exc_info=unexpected)
             tail = _event(body_of(failure))
         if not started:
             await self._start(send)
