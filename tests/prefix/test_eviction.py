@@ -1,9 +1,10 @@
-"""What eviction costs, counted in heap operations and looks at keys; and the queue by itself."""
+"""What goes first, what evicting costs (counted in heap operations), and the queue by itself."""
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from world import World
+from world import NS, World, text, tokens_of
 
 from kvweave.prefix import eviction
 from kvweave.prefix.eviction import EvictionQueue
@@ -104,3 +105,100 @@ def test_evicted_runs_free_exactly_what_was_asked(keeping: str) -> None:
     while world.cache.cached_pages:
         world.evict(int(rng.integers(1, 5)))
         world.check()
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("lru", ["twice, then never again", "once", "never", "urgent"]),
+        ("lfu", ["never", "urgent", "once", "twice, then never again"]),
+        ("slru", ["never", "urgent", "twice, then never again", "once"]),
+        ("priority", ["twice, then never again", "once", "never", "urgent"]),
+    ],
+)
+def test_policies_differ_in_what_goes_first(keeping: str, policy: str, order: list[str]) -> None:
+    world = World(keeping, 4, eviction=policy)
+    names = sorted(order)
+    prompts = {name: text(2.25, 4, seed) for seed, name in enumerate(names)}
+
+    def use(name: str) -> None:
+        world.serve(prompts[name], priority=1 if name == "urgent" else 0)
+
+    for name in ["once", "twice, then never again", *["twice, then never again"] * 2]:
+        use(name)
+    for name in ["once", "never", "urgent"]:
+        use(name)
+    gone = []
+    while world.evict(2):
+        world.check()
+        left = [name for name in names if name not in gone and not world.match(prompts[name])]
+        gone += left
+    assert gone == order
+
+
+def test_priority_eviction_spares_the_higher_one_however_old(keeping: str) -> None:
+    world = World(keeping, 4, eviction="priority")
+    priorities = [10**20, 5, 0, -5, -(10**20)]
+    for seed, priority in enumerate(priorities):
+        world.serve(text(2, 4, seed), priority=priority)
+    for left in range(len(priorities) - 1, -1, -1):
+        world.evict(2)
+        found = [world.match(text(2, 4, seed)) for seed in range(len(priorities))]
+        assert found == [4] * left + [0] * (len(priorities) - left)
+        world.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "priority"])
+def test_locked_paths_survive_any_policy(keeping: str, policy: str) -> None:
+    world = World(keeping, 4, eviction=policy)
+    held = world.run(text(3, 4, seed=0))
+    for seed in range(1, 6):
+        world.serve(text(3, 4, seed), priority=9)
+    world.evict(100)
+    world.check()
+    assert world.cache.cached_pages == 3
+    held.release()
+
+
+def test_a_head_used_lately_outlives_what_was_used_in_between(keeping: str) -> None:
+    world = World(keeping, 4)
+    long, between = text(4, 4, seed=1), text(2, 4, seed=2)
+    world.serve(long)
+    world.serve(between)
+    world.serve(long[: 2 * 4 + 1], fuzzy=False)
+    world.evict(3)
+    assert world.match(long) == 8
+    assert world.match(np.append(between, np.int32(1))) == 4
+    world.check()
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("lfu", 0), ("priority", 5)])
+def test_new_pages_start_without_the_merits_of_those_before_them(
+    keeping: str, policy: str, priority: int
+) -> None:
+    world = World(keeping, 4, num_pages=6, eviction=policy)
+    for _ in range(3):
+        world.serve(text(2.25, 4, seed=0), priority=priority)
+    world.evict(2)  # and its pages are the next to be handed out
+    world.serve(text(2, 4, seed=1))
+    for _ in range(2):
+        world.serve(text(2, 4, seed=2), priority=min(priority, 1))
+    world.evict(2)
+    assert world.match(text(2, 4, seed=1)) == 0
+    assert world.match(text(2, 4, seed=2)) == 4
+
+
+def test_a_shared_head_outlives_the_branches_that_hang_on_it(keeping: str) -> None:
+    world = World(keeping, 4)
+    head = text(2, 4)
+    branches = [np.concatenate([head, text(2, 4, seed)]) for seed in range(1, 5)]
+    for branch in branches:
+        world.serve(branch)
+    left = [world.cache.cached_pages]
+    while world.evict(1):
+        world.check()
+        left.append(world.cache.cached_pages)
+        if left[-1] >= 2:
+            assert world.match(branches[-1]) >= 8
+    assert all(before - after == 1 for before, after in pairwise(left))
+    assert world.match(tokens_of(head), NS) == 0

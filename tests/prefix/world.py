@@ -6,7 +6,7 @@ can depend on. Clients do what a scheduler does, and every step is compared with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -23,6 +23,12 @@ Content: TypeAlias = tuple[Namespace, bytes]
 
 def tokens_of(values: Sequence[int] | IntArray | range) -> IntArray:
     return np.array(values, np.int32)
+
+
+def text(pages: float, page_size: int, seed: int = 0) -> IntArray:
+    """A prompt that shares no page with one of another seed."""
+    length = round(pages * page_size)
+    return np.random.default_rng(seed).integers(0, 50_000, length).astype(np.int32)
 
 
 class RecordingMover:
@@ -240,3 +246,6 @@ class Client:
             whole = (at + 1) * size <= shareable
             world.content[page] = self.contents(at + 1)[at] if whole else None
         self.publish()
+
+
+MakeWorld: TypeAlias = Callable[..., World]
