@@ -210,6 +210,16 @@ def test_nonsense_is_refused_and_what_is_right_among_it_is_used(
     world.check()
 
 
+def test_a_provider_may_ask_for_zeroed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scripted, "zeroed_layers", frozenset({0, 5}))
+    world = world_with(Scripted, monkeypatch)
+    donor = world.start(text(1, 64))
+    assert world.compute(donor)
+    monkeypatch.setattr(Scripted, "answer", [Candidate(8, 20, int(donor.lease.pages[7]), 8)])
+    world.start([*text(2, 4), *text(1, 64)[4:]])
+    assert [run.zeroed for run in world.mover.moved[-1]] == [{0, 5}]
+
+
 class Hanging(FuzzyMatchProvider):
     """Stops wherever the test says so, until the test lets it go on."""
 

@@ -41,16 +41,16 @@ def filled(dtype: torch.dtype) -> KVTensors:
 
 
 def movers(
-    dtype: torch.dtype = torch.float32, **options: tuple[int, ...]
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[KVTensors, TensorMover]]:
     """The kernel in each instruction set of this processor, and plain torch; each with a pool."""
     library = kernels.load()
     assert library is not None, "the kernels were not built, so they cannot be tested"
     for level in range(library.level + 1):
         kv = filled(dtype)
-        yield kv, TensorMover(kv, level=level, **options)
+        yield kv, TensorMover(kv, level=level)
     kv = filled(dtype)
-    yield kv, TensorMover(kv, native=False, **options)
+    yield kv, TensorMover(kv, native=False)
 
 
 def draw_runs(seed: int) -> list[MoveRun]:
@@ -104,10 +104,15 @@ def test_a_thousand_shifts_of_one_donor_do_not_degrade() -> None:
 
 
 def test_zeroed_layers_hold_zeros_and_the_others_the_donor() -> None:
-    for kv, mover in movers(zeroed=(1, 3)):
+    for kv, mover in movers():
         for tensor in (*kv.keys, *kv.values):
             tensor[50:60] = 1
-        mover.move([MoveRun(np.arange(10, dtype=np.int32), np.arange(50, 60, dtype=np.int32), 8)])
+        run = MoveRun(
+            np.arange(10, dtype=np.int32), np.arange(50, 60, dtype=np.int32), 8, frozenset({1, 3})
+        )
+        other = MoveRun(np.arange(10, 20, dtype=np.int32), np.arange(60, 70, dtype=np.int32), 8)
+        mover.move([run, other])
+        assert torch.equal(kv.values[1][60:70], kv.values[1][10:20])
         for layer in range(len(LAYOUTS)):
             zero = layer in (1, 3)
             assert bool((kv.keys[layer][50:60] == 0).all()) is zero

@@ -148,6 +148,7 @@ class FuzzyCache(RadixCache):
                     sources=self._donors.slots(piece),
                     targets=slots_of(lease.pages, size, piece.start, piece.end),
                     delta=piece.start - piece.donor_start,
+                    zeroed=self._guard.zeroed_layers,
                 )
             )
         plan = Plan(lease.plan.length, lease.plan.exact, tuple(spans))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,11 +23,14 @@ class MoveRun:
     """Tokens that all move by the same distance.
 
     sources, targets: int32 (N), slots; no slot is both. `delta`: target position - donor position.
+    Layers in `zeroed` get zeros instead of the donor's KV: for ablation only, since zeroed keys
+    still take their share of softmax and give no value.
     """
 
     sources: IntArray
     targets: IntArray
     delta: int
+    zeroed: frozenset[int] = frozenset()
 
 
 class KVMover(Protocol):
@@ -44,21 +47,11 @@ class KVMover(Protocol):
 class TensorMover:
     """Moves KV within one pool of tensors; compiled on CPUs, plain torch elsewhere.
 
-    Layers in `zeroed` get zeros instead of the donor's KV: for ablation only, since zeroed keys
-    still take their share of softmax and give no value. `native` False forgoes the compiled kernel;
-    `level` chooses one of its instruction sets.
+    `native` False forgoes the compiled kernel; `level` chooses one of its instruction sets.
     """
 
-    def __init__(
-        self,
-        kv: KVTensors,
-        *,
-        zeroed: Collection[int] = (),
-        native: bool = True,
-        level: int | None = None,
-    ) -> None:
+    def __init__(self, kv: KVTensors, *, native: bool = True, level: int | None = None) -> None:
         self._kv = kv
-        self._zeroed = frozenset(zeroed)
         usable = native and kv.device.type == "cpu" and kv.dtype in _NATIVE_TYPES
         self._library = kernels.load() if usable else None
         self._level = level
@@ -80,13 +73,13 @@ class TensorMover:
         runs = [run for run in runs if len(run.sources)]
         if not runs:
             return
-        sources = np.concatenate([run.sources for run in runs]).astype(np.int32, copy=False)
-        targets = np.concatenate([run.targets for run in runs]).astype(np.int32, copy=False)
-        self._check(runs, sources, targets)
-        if self._library is not None:
-            self._move_native(self._library, runs, sources, targets)
-        else:
-            self._move_plain(runs, sources, targets)
+        self._check(runs, *_slots(runs))
+        for zeroed in {run.zeroed for run in runs}:
+            some = [run for run in runs if run.zeroed == zeroed]
+            if self._library is not None:
+                self._move_native(self._library, some, zeroed)
+            else:
+                self._move_plain(some, zeroed)
 
     def _check(self, runs: Sequence[MoveRun], sources: IntArray, targets: IntArray) -> None:
         for run in runs:
@@ -103,14 +96,15 @@ class TensorMover:
         if overlap:
             raise IntegrityError("a move would overwrite a slot that it still reads")
 
-    def _move_plain(self, runs: Sequence[MoveRun], sources: IntArray, targets: IntArray) -> None:
+    def _move_plain(self, runs: Sequence[MoveRun], zeroed: frozenset[int]) -> None:
+        sources, targets = _slots(runs)
         device = self._kv.device
         read = torch.from_numpy(sources).long().to(device)
         write = torch.from_numpy(targets).long().to(device)
         ends = np.cumsum([len(run.sources) for run in runs]).tolist()
         for number, layout in enumerate(self._kv.layouts):
             keys, values = self._kv.keys[number], self._kv.values[number]
-            if number in self._zeroed:
+            if number in zeroed:
                 keys[write] = 0
                 values[write] = 0
                 continue
@@ -121,13 +115,10 @@ class TensorMover:
                 keys[write[some]] = relocate(keys[read[some]], layout.rotary, run.delta)
 
     def _move_native(
-        self,
-        library: kernels.Library,
-        runs: Sequence[MoveRun],
-        sources: IntArray,
-        targets: IntArray,
+        self, library: kernels.Library, runs: Sequence[MoveRun], zeroed: frozenset[int]
     ) -> None:
         kv = self._kv
+        sources, targets = _slots(runs)
         starts = np.cumsum([0, *(len(run.sources) for run in runs)], dtype=np.int64)
         layers = (kernels.MoveLayer * len(kv.layouts))()
         turns: dict[Any, npt.NDArray[np.float32]] = {}  # layers mostly share their frequencies
@@ -147,7 +138,7 @@ class TensorMover:
                 turned=2 * len(rotary.inv_freq),
                 turns=turns[kind].ctypes.data,
                 interleaved=rotary.interleaved,
-                zeroed=number in self._zeroed,
+                zeroed=number in zeroed,
             )
         call = kernels.MoveCall(
             layers=len(layers),
@@ -161,6 +152,14 @@ class TensorMover:
             level=library.level if self._level is None else self._level,
         )
         library.move(ctypes.byref(call))
+
+
+def _slots(runs: Sequence[MoveRun]) -> tuple[IntArray, IntArray]:
+    """The sources and the targets of all runs, one after another."""
+    return (
+        np.concatenate([run.sources for run in runs]).astype(np.int32, copy=False),
+        np.concatenate([run.targets for run in runs]).astype(np.int32, copy=False),
+    )
 
 
 _NATIVE_TYPES = (torch.float32, torch.bfloat16)
