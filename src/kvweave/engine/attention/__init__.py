@@ -38,6 +38,9 @@ def get_backend(name: str, device: torch.device | str) -> AttentionBackend:
             raise ConfigError(
                 ["--attention-backend flashinfer needs a package: pip install kvweave[flashinfer]"]
             )
+        from kvweave.engine.attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(device)
     raise ConfigError([f"--attention-backend knows no {name!r}"])
 
 
