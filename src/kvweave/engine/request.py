@@ -70,7 +70,6 @@ class Sequence:
         "due",
         "group",
         "index",
-        "last_step",
         "lease",
         "length",
         "limit",
@@ -100,8 +99,6 @@ class Sequence:
         """Whole pages of tokens that the cache was told of, or lent."""
         self.scored = 0
         """Prompt tokens whose log probabilities are known, when they are wanted."""
-        self.last_step = 0
-        """The number of the step that ran it last."""
         self.due: int | None = None
         """For the waiting queue: the count of admissions from which it has waited too long."""
         self.stalled = self.best_match = self.surplus_needed = 0  # for admission

@@ -37,7 +37,6 @@ class Row:
 class Step:
     """What one step runs (decodes first), and what happened while it was planned."""
 
-    number: int
     rows: list[Row] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
@@ -60,7 +59,7 @@ class Scheduler:
         self._cache = cache
         self._config = config
         self._admission = Admission(cache)
-        self._step = Step(0)
+        self._step = Step()
         self._budget = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -68,7 +67,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Decide what the next step computes. Pages for it are taken; nothing else has changed."""
-        self._step = Step(self._step.number + 1)
+        self._step = Step()
         self._budget = self._config.chunked_prefill_size
         self._admission.stepped()
         self._continue_running()
@@ -117,9 +116,8 @@ class Scheduler:
         self._cache.check([s.lease for s in self.running if s.lease is not None])
 
     def _continue_running(self) -> None:
+        # A prompt needs budget to become a decode, so there are never more decodes than budget.
         decodes = [sequence for sequence in self.running if sequence.decoding]
-        if len(decodes) > self._budget:
-            decodes.sort(key=lambda sequence: (sequence.last_step, sequence.rank))
         prefills = [sequence for sequence in self.running if not sequence.decoding]
         prefills.sort(key=lambda sequence: sequence.rank)
         for sequence in (*decodes, *prefills):
@@ -194,7 +192,6 @@ class Scheduler:
         return True
 
     def _run(self, sequence: Sequence, count: int) -> None:
-        sequence.last_step = self._step.number
         row = Row(sequence, count, not sequence.decoding, sequence.remaining == count)
         self._step.rows.append(row)
         self._budget -= count
