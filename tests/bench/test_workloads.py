@@ -90,6 +90,18 @@ def test_a_corpus_never_hands_out_a_token_twice_and_says_when_it_ends(
         corpus.take(15_000)
 
 
+@pytest.mark.parametrize("name", ["edited", "near-duplicate"])
+def test_successive_cases_have_other_texts(make_corpus: MakeCorpus, name: str) -> None:
+    corpus = make_corpus(3)
+    first, second = (shapes.SHAPES[name](corpus, 600) for _ in range(2))
+    assert shared_share(second.donors[0], first.donors) == 0
+
+
+def test_texts_that_are_used_up_end_in_words(make_corpus: MakeCorpus) -> None:
+    with pytest.raises(KvweaveError, match="all texts of countries: give a smaller --n"):
+        make_corpus(3).passages("countries", 61)
+
+
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_same_seed_same_case(make_corpus: MakeCorpus, name: str) -> None:
     first, again, other = (shapes.SHAPES[name](make_corpus(seed), 600) for seed in (5, 5, 6))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
-from kvweave.bench.texts import Collection, load
+from kvweave.bench.texts import Collection, Text, load
 from kvweave.errors import KvweaveError
 from kvweave.kv.pool import IntArray
 
 Encode = Callable[[str], Sequence[int]]
 """Text to token ids, without special tokens."""
+
+_Item = TypeVar("_Item")
 
 MANUALS = ("debian-faq", "debian-policy", "debian-reference-en")
 
@@ -30,6 +34,8 @@ class Corpus:
         self._collections: dict[str, Collection] = {}
         self._stream: IntArray | None = None
         self._taken = 0
+        self._words: Iterator[str] | None = None
+        self._passages: dict[str, Iterator[Text]] = {}
 
     @property
     def origins(self) -> dict[str, str]:
@@ -51,17 +57,35 @@ class Corpus:
             self._stream = self._read_all()
         if self._taken + n > len(self._stream):
             raise KvweaveError(
-                f"the bench asks for more than the {len(self._stream):,} tokens of its texts: "
+                f"the bench has used up all {len(self._stream):,} tokens of its texts: "
                 "give a smaller --n"
             )
         self._taken += n
         return self._stream[self._taken - n : self._taken]
 
     def words(self, n: int) -> list[str]:
-        """`n` successive words of a manual, from a place that the seed chooses."""
-        text = self.collection(str(self.rng.choice(MANUALS))).texts[0].body.split(" ")
-        start = int(self.rng.integers(len(text) - n))
-        return text[start : start + n]
+        """The next `n` words of the manuals, from a place that the seed chooses; none twice."""
+        if self._words is None:
+            texts = [self.collection(name).texts[0].body for name in MANUALS]
+            words = " ".join(texts).split(" ")
+            start = int(self.rng.integers(len(words)))
+            self._words = iter(words[start:] + words[:start])
+        return self._next(self._words, n, "words")
+
+    def passages(self, name: str, n: int) -> list[Text]:
+        """The next `n` texts of a collection, in an order that the seed chooses; none twice."""
+        if name not in self._passages:
+            texts = self.collection(name).texts
+            order = self.rng.permutation(len(texts))
+            self._passages[name] = iter([texts[at] for at in order])
+        return self._next(self._passages[name], n, f"texts of {name}")
+
+    @staticmethod
+    def _next(source: Iterator[_Item], n: int, what: str) -> list[_Item]:
+        taken = list(islice(source, n))
+        if len(taken) < n:
+            raise KvweaveError(f"the bench has used up all {what}: give a smaller --n")
+        return taken
 
     def _read_all(self) -> IntArray:
         texts = [self.collection(name).texts[0].body for name in MANUALS]

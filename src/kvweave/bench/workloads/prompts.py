@@ -53,11 +53,15 @@ def wrapped_documents(corpus: Corpus, document: IntArray, n: int, room: int) -> 
 
 
 def instruction(corpus: Corpus) -> IntArray:
-    """One to five instructions in an order never seen before, as an application would put first."""
+    """What an application puts first: a number of its own, then one to five instructions.
+
+    The number, as in the date or the name that real prompts begin with, leaves no exact prefix.
+    """
     rng = corpus.rng
     many = int(rng.integers(1, 6))
     chosen = rng.choice(len(_INSTRUCTIONS), size=many, replace=False)
-    return corpus.tokens(" ".join(_INSTRUCTIONS[at] for at in chosen) + "\n\n")
+    number = int(rng.integers(10_000, 100_000))
+    return corpus.tokens(f"{number}: {' '.join(_INSTRUCTIONS[at] for at in chosen)}\n\n")
 
 
 def question(corpus: Corpus) -> IntArray:

@@ -91,10 +91,9 @@ def near_duplicate(corpus: Corpus, length: int) -> Case:
     before: list[str] = []
     after: list[str] = []
     size = 0
-    for at in corpus.rng.permutation(len(texts)):
-        if size >= length:
-            break
-        text, other = texts[at], texts[int(corpus.rng.integers(len(texts)))]
+    while size < length:
+        (text,) = corpus.passages("countries", 1)
+        other = texts[int(corpus.rng.integers(len(texts)))]
         changed = _change(text.body, text.facts, other.facts, corpus.rng)
         if changed != text.body:
             before.append(text.body)
