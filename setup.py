@@ -35,7 +35,7 @@ setup(
             "kvweave.kernels._native",
             sources=sorted(map(str, KERNELS.glob("*.c"))),
             depends=sorted(map(str, KERNELS.glob("*.h"))),
-            extra_compile_args=["-O3", "-std=gnu11"],
+            extra_compile_args=["-O3", "-std=gnu11", "-g0"],
             optional=True,
         )
     ],
