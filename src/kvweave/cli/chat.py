@@ -24,7 +24,7 @@ def chat(sampling: SamplingConfig, engine: EngineConfig) -> None:
     """Talk to a model in the terminal."""
     console = Console(highlight=False)
     with open_session(engine) as session:
-        console.print(f"{session.name}. {_HELP}", style="dim")
+        console.print(f"{session.name}. {_HELP}", style="dim", soft_wrap=True)
         conversation = Conversation(session, sampling, console)
         while (line := _read(console)) is not None:
             if line == "/new":
@@ -83,7 +83,8 @@ class Conversation:
             self.console.print(delta.text, end="", markup=False, soft_wrap=True)
             answer, tokens, usage = answer + delta.text, tokens + len(delta.token_ids), delta.usage
         self.console.print()
-        self.console.print(_account(usage, tokens, first or 0.0), style="dim")
+        account = _account(usage, tokens, first or 0.0)
+        self.console.print(account, style="dim", soft_wrap=True)
         return answer
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import platform
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
 import kvweave
 from kvweave.cli.flags import takes_settings
@@ -33,15 +32,24 @@ def info(model: ModelConfig) -> None:
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
         "transformers": transformers.__version__,
         "device": _device(loaded.device),
-        "attention": attention.name,
+        "attention": f"{attention.name}, {_kernel(attention.name)}",
         "prefix caches": ", ".join(choices_of("prefix-cache-backends")),
         "fuzzy providers": ", ".join(choices_of("fuzzy-providers")),
         **_model_facts(loaded),
     }
-    table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in facts.items():
-        table.add_row(f"[dim]{name}[/dim]", value)
-    Console(highlight=False).print(table)
+        typer.echo(f"{name:<16} {value}")
+
+
+def _kernel(backend: str) -> str:
+    from kvweave import kernels
+
+    if backend != "cpu":
+        return "in torch"
+    library = kernels.load()
+    if library is None:
+        return "in plain torch: there is no compiled kernel"
+    return f"compiled kernel of level {library.level}, {library.path.name}"
 
 
 def _device(device: Any) -> str:
@@ -55,14 +63,12 @@ def _device(device: Any) -> str:
 def _model_facts(loaded: Any) -> dict[str, str]:
     from kvweave.kv.tensors import KVTensors
 
-    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     per_token = KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype)
     fixed = [layout.fixed_because for layout in loaded.layouts if layout.rotary is None]
     return {
         "model": loaded.name,
         "from": loaded.path,
-        "kind": f"{loaded.config.model_type}, {parameters / 1e6:,.0f} M parameters, "
-        f"{str(loaded.dtype).removeprefix('torch.')}",
+        "kind": f"{loaded.config.model_type}, {str(loaded.dtype).removeprefix('torch.')}",
         "context": f"{loaded.context_length:,} tokens",
         "KV": f"{len(loaded.layouts)} layers, {per_token / 1024:,.1f} KiB per token",
         "KV can move": "yes" if not fixed else f"no: {fixed[0]}",

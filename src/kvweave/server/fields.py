@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
+MAX_PROMPTS = 1024
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = MAX_BIASES = 1024
 MAX_NAME = 256
 Prompt = str | tuple[int, ...]
 
@@ -31,6 +34,8 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise ValueError("stop is a string or a list of strings")
     if len(stops) > MAX_STOPS:
         raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
+    if any(len(text) > MAX_STOP_CHARS for text in stops):
+        raise ValueError(f"a stop string has at most {MAX_STOP_CHARS} characters")
     return tuple(stops)
 
 
@@ -41,6 +46,8 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     if isinstance(value, list) and value:
         if _all_ids(value):
             return (tuple(value),)
+        if len(value) > MAX_PROMPTS:
+            raise ValueError(f"at most {MAX_PROMPTS} prompts, not {len(value)}")
         if all(isinstance(item, str) for item in value):
             return tuple(value)
         if all(isinstance(item, list) and _all_ids(item) for item in value):
@@ -66,6 +73,8 @@ def _content(value: Any) -> str | None:
 def _bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise ValueError("a map from token ids to numbers")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens, not {len(value)}")
     biases = {}
     for token, bias in value.items():
         if not re.fullmatch("[0-9]{1,9}", str(token)):
@@ -108,7 +117,7 @@ LogitBias = Annotated[
     PlainValidator(_bias),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
 ]
-TokenIds = Annotated[tuple[int, ...], BeforeValidator(_frozen)]
+StopIds = Annotated[tuple[int, ...], BeforeValidator(_frozen), Field(max_length=MAX_STOP_IDS)]
 Prompts = Annotated[
     tuple[Prompt, ...],
     PlainValidator(_prompts),

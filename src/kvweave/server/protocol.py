@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvweave.engine.types import SamplingParams
 from kvweave.errors import RequestError
-from kvweave.server.fields import CacheSalt, Content, LogitBias, Prompts, Rid, Stops, TokenIds
+from kvweave.server.fields import CacheSalt, Content, LogitBias, Prompts, Rid, StopIds, Stops
 
 
 class _Body(BaseModel):
@@ -70,7 +70,7 @@ class GenerationBody(_Body):
     repetition_penalty: float | None = None
     logit_bias: LogitBias | None = None
     stop: Stops = ()
-    stop_token_ids: TokenIds = ()
+    stop_token_ids: StopIds = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
