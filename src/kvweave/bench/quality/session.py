@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from kvweave.bench.driver import Answer
@@ -55,12 +55,11 @@ class Session:
         self._decode = loaded.tokenizer.decode
         self._ids = itertools.count()
 
-    def serve(
-        self, prompt: IntArray, max_tokens: int, dictated: Sequence[int] = (), fuzzy: bool = True
-    ) -> Served:
+    def serve(self, prompt: IntArray, max_tokens: int, dictated: Sequence[int] = ()) -> Served:
         """Answer greedily, or as dictated. Raises KvweaveError if the engine gives up."""
         self.probe.begin(dictated)
-        answer = self._run(prompt, max_tokens, fuzzy)
+        with nullcontext() if dictated else quiet_collector():  # what is dictated is not timed
+            answer = self._run(prompt, max_tokens)
         trace = self.probe.trace()
         return Served(answer, trace, self._decode(trace.tokens, skip_special_tokens=True))
 
@@ -68,13 +67,13 @@ class Session:
         """Compute a prompt, and copy the KV that this took. For sessions that reuse nothing."""
         recorder = Recorder(self.runner)
         with self._instead(recorder):
-            self.serve(prompt, 1)
+            self._run(prompt, 1)
         return recorder.tape()
 
     def lend(self, prompt: IntArray, tape: Tape) -> Answer:
         """Serve a prompt from its tape: from now on it is a donor."""
         with self._instead(Player(tape, self.runner.kv)):
-            return self.serve(prompt, 1, fuzzy=False).answer
+            return self._run(prompt, 1, fuzzy=False)
 
     def forget(self) -> None:
         """As if nothing had ever been served."""
@@ -82,13 +81,14 @@ class Session:
 
     @contextmanager
     def _instead(self, runner: Runner) -> Iterator[None]:
+        self.probe.begin()
         self.probe.runner = runner
         try:
             yield
         finally:
             self.probe.runner = self.runner
 
-    def _run(self, prompt: IntArray, max_tokens: int, fuzzy: bool) -> Answer:
+    def _run(self, prompt: IntArray, max_tokens: int, fuzzy: bool = True) -> Answer:
         answer = Answer(prompt)
         request = GenerateRequest(
             rid=f"quality-{next(self._ids)}",
@@ -96,16 +96,15 @@ class Session:
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
             fuzzy=fuzzy,
         )
-        with quiet_collector():
-            start = time.perf_counter()
-            self.engine.add(request)
-            while self.engine.has_work:
-                for delta in self.engine.step():
-                    if delta.error is not None:
-                        raise KvweaveError(f"the engine gave up on a prompt: {delta.error}")
-                    answer.token_ids += delta.token_ids
-                    now = time.perf_counter() - start
-                    answer.token_seconds += [now] * len(delta.token_ids)
-                    answer.usage = delta.usage
-                    answer.plan = delta.plan or answer.plan
+        start = time.perf_counter()
+        self.engine.add(request)
+        while self.engine.has_work:
+            for delta in self.engine.step():
+                if delta.error is not None:
+                    raise KvweaveError(f"the engine gave up on a prompt: {delta.error}")
+                answer.token_ids += delta.token_ids
+                now = time.perf_counter() - start
+                answer.token_seconds += [now] * len(delta.token_ids)
+                answer.usage = delta.usage
+                answer.plan = delta.plan or answer.plan
         return answer

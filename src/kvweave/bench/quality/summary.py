@@ -60,6 +60,14 @@ def rows(compared: Compared) -> list[Row]:
     ]
 
 
+def in_a_line(cases: Sequence[Case], pairs: Sequence[Pair]) -> str:
+    """The figures that matter most, for whoever waits for the others."""
+    of = {each.metric: each.estimate.value for each in figures(cases, pairs)}
+    shown = ("kl_mean", "kl_median", "ppl_ratio", "rouge_l", "reused_share", "first_token_speedup")
+    facts = ("gold_cold", "gold_warm", "decoy_cold", "decoy_warm")
+    return ", ".join(f"{name} {of[name]:.3g}" for name in (*shown, *facts) if name in of)
+
+
 def fact_of(case: Case, answer: str) -> Verdict:
     """Which fact an answer gives."""
     return verdict(answer, case.gold or "", case.decoy)

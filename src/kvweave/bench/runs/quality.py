@@ -12,7 +12,7 @@ from kvweave.bench.quality.cells import Cell, choose_cells
 from kvweave.bench.quality.chat import Chat
 from kvweave.bench.quality.page import Page, write_page
 from kvweave.bench.quality.pairs import Compared, arms_of, compare
-from kvweave.bench.quality.summary import rows
+from kvweave.bench.quality.summary import in_a_line, rows
 from kvweave.bench.quality.writer import Writer
 from kvweave.bench.report import Row, check_writable, describe_machine
 from kvweave.bench.setting import Setting
@@ -44,7 +44,10 @@ def _compare(setting: Setting, cell: Cell, arms: list[Arm]) -> Compared:
     n = cell.weight * setting.n
     cases = [cell.build(writer, number) for number in range(n)]
     with setting.progress(cell.name, n * len(arms_of(cell, arms))) as advance:
-        return compare(setting.loaded, setting.model_config, cell, cases, arms, advance)
+        found = compare(setting.loaded, setting.model_config, cell, cases, arms, advance)
+    for arm, pairs in found.pairs.items():
+        setting.console.print(f"{cell.name}/{arm.name}: {in_a_line(found.cases, pairs)}")
+    return found
 
 
 BENCH = Bench(
