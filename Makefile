@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Models and texts, fetched once and shared by checkouts. Set it to keep them somewhere else.
 export KVWEAVE_CACHE ?= $(HOME)/.cache/kvweave
+# What the project is for. Exact reuse only: make serve SERVE_FLAGS="--prefix-cache-backend radix"
+SERVE_FLAGS ?= --prefix-cache-backend fuzzy_match
 
 .PHONY: serve test check unit install model texts bench clean
 .DEFAULT_GOAL := help
