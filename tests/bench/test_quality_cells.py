@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from quality_texts import keep_texts
 
-from kvweave.bench.quality import control
 from kvweave.bench.quality.cells import CELLS, choose_cells
 from kvweave.bench.quality.chat import Chat
 from kvweave.bench.quality.decoys import FACTS
@@ -59,33 +58,7 @@ def make_writer(
     make_corpus: Callable[[int], Corpus], tmp_path: Path, tokenizer: Words
 ) -> Callable[[int], Writer]:
     make_corpus(0)  # writes the manuals
-    rng = np.random.default_rng(5)
-
-    def keep(name: str, texts: list[dict[str, object]]) -> None:
-        kept = {"source": name, "origin": name, "licence": "test", "texts": texts}
-        (tmp_path / "texts" / f"{name}.json").write_text(json.dumps(kept))
-
-    countries = []
-    for number in range(40):
-        name = f"Land{number}"
-        facts = {
-            "capital": f"Town{number}",
-            "population": str(rng.integers(10**5, 10**8)),
-            "area": str(rng.integers(10**3, 10**6)),
-            "currencies": f"C{number:02}",
-        }
-        body = (
-            f"The capital of {name} is {facts['capital']}. {name} has {facts['population']} "
-            f"inhabitants. The area of {name} is {facts['area']} square kilometres. In {name} one "
-            f"pays in {facts['currencies']}. The provinces of {name} are many."
-        )
-        countries.append({"title": name, "body": body, "facts": facts})
-    keep("countries", countries)
-    examples = [
-        {"title": "e", "body": f"Example {answer} asks for a sum?", "facts": {"answer": answer}}
-        for answer in ("6", "5", "39")
-    ]
-    keep(control.EXAMPLES, examples)
+    keep_texts(tmp_path)
 
     def make(seed: int) -> Writer:
         corpus = Corpus(tokenizer.encode, seed)

@@ -1,0 +1,93 @@
+"""bench quality from the options to the files, on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quality_texts import keep_texts
+from rich.console import Console
+
+from kvweave.bench.base import BenchOptions
+from kvweave.bench.registry import run_bench
+from kvweave.bench.workloads.corpus import Corpus
+from kvweave.errors import ConfigError, KvweaveError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Tiny, with room for whole prompts; its tokenizer knows bytes."""
+    from transformers import LlamaConfig
+
+    from tinymodels import VOCABULARY, save
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+    )
+    return str(save(config, tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def test_rows_and_page_come_out_of_one_run(
+    model: str, make_corpus: Callable[[int], Corpus], tmp_path: Path
+) -> None:
+    make_corpus(0)
+    keep_texts(tmp_path)
+    options = BenchOptions(
+        model=model,
+        n=1,
+        quick=True,
+        cells="moved,near-duplicate,rerun,unrelated",
+        arms="copy/0,unrotated/0",
+        html=str(tmp_path / "page.html"),
+    )
+    shown = io.StringIO()
+    report = run_bench(
+        "quality", options, json_path=tmp_path / "rows.json", console=Console(file=shown, width=200)
+    )
+    arms = {row.arm: row.n for row in report.rows if row.metric == "kl_mean"}
+    assert arms == {
+        "moved/copy/0": 1,
+        "moved/unrotated/0": 1,
+        "near-duplicate/copy/0": 3,
+        "near-duplicate/unrotated/0": 3,
+        "rerun/rerun/0": 1,
+        "unrelated/copy/0": 5,
+    }
+    values = {(row.metric, row.arm): row.value for row in report.rows}
+    assert values["token_identity", "moved/copy/0"] == 1
+    assert values["reused_share", "moved/copy/0"] > 0.3
+    assert values["fired", "unrelated/copy/0"] == 0
+    assert values["kl_mean", "rerun/rerun/0"] < 1e-9
+    assert json.loads((tmp_path / "rows.json").read_text())["bench"] == "quality"
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count('<svg class="chart"') == 2
+    assert "near-duplicate/copy/0" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cells": "moved,nothing"}, "cells are moved"),
+        ({"arms": "copy/2"}, "budget of copy"),
+        ({"html": "no/such/folder/page.html"}, "--html no/such"),
+    ],
+)
+def test_bad_options_are_refused_before_a_model_is_loaded(
+    options: dict[str, str], words: str
+) -> None:
+    with pytest.raises(KvweaveError, match=words):
+        run_bench("quality", BenchOptions(model="no such model", **options))  # type: ignore[arg-type]
+
+
+def test_options_of_this_bench_mean_nothing_to_another() -> None:
+    with pytest.raises(ConfigError, match="--html means nothing to bench moved"):
+        run_bench("moved", BenchOptions(html="page.html"))
