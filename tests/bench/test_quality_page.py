@@ -149,13 +149,22 @@ def test_what_models_and_prompts_say_is_never_markup() -> None:
     assert "<b>Bergen" not in text
 
 
-def test_a_curve_per_strategy_a_point_per_budget() -> None:
+def test_a_curve_per_strategy_a_point_per_budget_and_no_ablations() -> None:
     text = render(page())
     (drawing,) = re.findall(r'<svg class="chart".*?</svg>', text, re.DOTALL)
-    assert drawing.count("<circle") == len(ARMS)
+    assert drawing.count("<circle") == 3
     assert drawing.count("<polyline") == 1  # seams: the only strategy with two budgets
-    for label in (">copy<", ">15%<", ">30%<", ">zero-mask<"):
-        assert label in drawing
+    assert ">copy<" in drawing
+    assert "seams/0.3: 4.0 times sooner, KL 0.02" in drawing
+    assert "zero-mask" not in drawing
+    assert "</i>zero-mask/0</th>" in text
+
+
+def test_one_arm_alone_is_no_plot() -> None:
+    alone = replace(compared(), pairs={Arm("copy"): PAIRS, Arm("unrotated"): PAIRS})
+    text = render(page(alone))
+    assert "<section hidden><h2>Quality against speed" in text
+    assert '<svg class="chart"' not in text
 
 
 def test_noise_is_drawn_where_it_was_measured() -> None:

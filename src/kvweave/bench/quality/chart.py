@@ -11,6 +11,8 @@ _WIDTH, _HEIGHT = 440, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 18, 14, 44
 _LEAST = 1e-7
 """Below this a divergence is rounding, and a logarithmic axis has to end somewhere."""
+_DECADES = 4
+"""Most of the axis of divergences: points further below are drawn at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Point:
     low: float
     high: float
     label: str
-    """What stands beside the point."""
+    """What stands beside the point; may be empty."""
     told: str
     """What is told when one points at it."""
 
@@ -33,7 +35,6 @@ class Curve:
 
     colour: int
     points: Sequence[Point]
-    hollow: bool = False
 
 
 class _Scale:
@@ -64,11 +65,11 @@ def chart(curves: Sequence[Curve], floor: float | None, title: str) -> str:
         f' aria-label="{escape(title)}">',
         *_axes(x, y),
     ]
-    if floor is not None:
+    if floor is not None and floor > y.low:
         at = y(floor)
         parts.append(
             f'<line class="floor" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-            f'<text class="note" x="{_WIDTH - _RIGHT}" y="{at - 4:.1f}" text-anchor="end">'
+            f'<text class="note" x="{_LEFT + 6}" y="{at - 5:.1f}">'
             "the same prompt computed twice</text>"
         )
     for curve in curves:
@@ -96,11 +97,11 @@ def _speeds(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def _divergences(points: Sequence[Point], floor: float | None) -> tuple[float, float]:
-    """Whole powers of ten around everything that is drawn; two at least."""
+    """Whole powers of ten around what is drawn: two at least, and the uppermost few at most."""
     drawn = [value for point in points for value in (point.low, point.y, point.high)]
     drawn = [max(value, _LEAST) for value in [*drawn, *([] if floor is None else [floor])]]
     low, high = math.floor(math.log10(min(drawn))), math.ceil(math.log10(max(drawn) * 1.05))
-    return 10.0**low, 10.0 ** max(high, low + 2)
+    return 10.0 ** max(low, high - _DECADES), 10.0 ** max(high, low + 2)
 
 
 def _axes(x: _Scale, y: _Scale) -> list[str]:
@@ -131,7 +132,7 @@ def _axes(x: _Scale, y: _Scale) -> list[str]:
 
 def _curve(curve: Curve, x: _Scale, y: _Scale) -> list[str]:
     places = [(x(point.x), y(point.y)) for point in curve.points]
-    parts = [f'<g class="s{curve.colour}{" hollow" if curve.hollow else ""}">']
+    parts = [f'<g class="s{curve.colour}">']
     if len(places) > 1:
         line = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
         parts.append(f'<polyline points="{line}"/>')

@@ -49,12 +49,13 @@ def render(page: Page) -> str:
     floor = next(
         (of[arm]["kl_mean"].value for each, of in cells if each.cell.rerun for arm in of), None
     )
-    compared = [(each, of) for each, of in cells if len(of) > 1]
+    compared = [(each, of) for each, of in cells if len(_serving(of)) > 1]
     return Template(template).substitute(
         model=escape(page.model),
         about=escape(_about(page)),
         overview="".join(_overview(each, of) for each, of in cells),
         legend="".join(_key(strategy, at) for strategy, at in colours.items()) if compared else "",
+        hidden="" if compared else " hidden",
         charts="".join(_chart(each, of, colours, floor) for each, of in compared),
         cells="".join(_cell(each, of, colours) for each, of in cells),
     )
@@ -76,18 +77,21 @@ def _measured(compared: Compared) -> _Measured:
     }
 
 
+def _serving(measured: _Measured) -> list[Arm]:
+    """The arms that somebody might serve with."""
+    return [arm for arm in measured if not arm.ablation]
+
+
 def _colours(compared: Sequence[Compared]) -> dict[str, int]:
-    """A number for every strategy, in the order in which they appear."""
-    strategies = dict.fromkeys(arm.strategy for each in compared for arm in each.pairs)
+    """A number for every strategy that may be drawn, in the order in which they appear."""
+    arms = [arm for each in compared if not each.cell.rerun for arm in each.pairs]
+    strategies = dict.fromkeys(arm.strategy for arm in arms if not arm.ablation)
     return {strategy: number for number, strategy in enumerate(strategies)}
 
 
 def _key(strategy: str, colour: int) -> str:
-    hollow = " hollow" if Arm(strategy).ablation else ""
-    return (
-        f'<li class="s{colour}{hollow}"><svg viewBox="0 0 14 14"><circle cx="7" cy="7" r="5"/>'
-        f"</svg>{escape(strategy)}{' (ablation)' if hollow else ''}</li>"
-    )
+    dot = '<svg viewBox="0 0 14 14"><circle cx="7" cy="7" r="5"/></svg>'
+    return f'<li class="s{colour}">{dot}{escape(strategy)}</li>'
 
 
 def _overview(compared: Compared, measured: _Measured) -> str:
@@ -131,36 +135,38 @@ def _figure(of: Mapping[str, Estimate], metric: str) -> str:
 def _chart(
     compared: Compared, measured: _Measured, colours: Mapping[str, int], floor: float | None
 ) -> str:
+    """A curve per strategy; the first one's points say their budgets, the others' are in line."""
     curves = []
     for strategy, colour in colours.items():
         arms = sorted(
             (arm for arm in measured if arm.strategy == strategy), key=lambda arm: arm.budget
         )
-        points = [_point(arm, measured[arm], len(arms) > 1) for arm in arms]
-        curves.append(Curve(colour, points, hollow=Arm(strategy).ablation))
+        points = [_point(arm, measured[arm], label=not curves or len(arms) == 1) for arm in arms]
+        curves.append(Curve(colour, points))
     name = compared.cell.name
     drawn = chart(curves, floor, f"Quality against speed: {name}")
     return f"<figure><figcaption><b>{name}</b> {compared.cell.summary}</figcaption>{drawn}</figure>"
 
 
-def _point(arm: Arm, of: Mapping[str, Estimate], one_of_many: bool) -> Point:
+def _point(arm: Arm, of: Mapping[str, Estimate], label: bool) -> Point:
     kl, speed = of["kl_mean"], of["first_token_speedup"].value
-    label = f"{arm.budget:.0%}" if one_of_many else arm.strategy
     interval = f"{kl.value:.2g} ({kl.low:.2g} to {kl.high:.2g})"
     told = f"{arm.name}: {speed:.1f} times sooner, KL {interval}"
-    return Point(speed, kl.value, kl.low, kl.high, label, told)
+    shown = f"{arm.budget:.0%}" if arm.budget else arm.strategy
+    return Point(speed, kl.value, kl.low, kl.high, shown if label else "", told)
 
 
 def _cell(compared: Compared, measured: _Measured, colours: Mapping[str, int]) -> str:
     cell = compared.cell
+    judged = {metric.split("_")[0] for of in measured.values() for metric in of}
+    columns = [each for each in _COLUMNS if each[2] is not _told or each[1] in judged]
     body = []
-    for arm, of in measured.items():
-        cells = "".join(show(of, metric) for _, metric, show in _COLUMNS)
-        body.append(
-            f'<tr><th scope="row" class="s{colours[arm.strategy]}"><i></i>{escape(arm.name)}</th>'
-            f"{cells}</tr>"
-        )
-    head = "".join(f"<th scope='col'>{title}</th>" for title, _, _ in _COLUMNS)
+    strategies = list(dict.fromkeys(arm.strategy for arm in measured))
+    for arm in sorted(measured, key=lambda arm: (strategies.index(arm.strategy), arm.budget)):
+        cells = "".join(show(measured[arm], metric) for _, metric, show in columns)
+        colour = f' class="s{colours[arm.strategy]}"' if arm.strategy in colours else ""
+        body.append(f'<tr><th scope="row"{colour}><i></i>{escape(arm.name)}</th>{cells}</tr>')
+    head = "".join(f"<th scope='col'>{title}</th>" for title, _, _ in columns)
     n = next(iter(measured.values()))["kl_mean"].n
     return (
         f'<section id="{cell.name}"><h2>{cell.name}</h2>'
