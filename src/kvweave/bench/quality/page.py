@@ -136,7 +136,7 @@ def _chart(
     compared: Compared, measured: _Measured, colours: Mapping[str, int], floor: float | None
 ) -> str:
     """A curve per strategy; the first one's points say their budgets, the others' are in line."""
-    curves = []
+    curves: list[Curve] = []
     for strategy, colour in colours.items():
         arms = sorted(
             (arm for arm in measured if arm.strategy == strategy), key=lambda arm: arm.budget
