@@ -10,12 +10,15 @@
 /* Keys must be packed whatever the number of queries: this many more queries cost as much. */
 #define PACKING_COST 8
 
+/* What pays for waking another thread, in units of cost_of: about 15 microseconds of work. */
+#define COST_PER_THREAD 20000
+
 /* Memory that grows to what calls need, and stays. */
 typedef struct {
     attention_item *items, *merges;
     float *partials, *scratch;
     size_t items_size, merges_size, partials_size, scratch_size;
-    int64_t count, merge_count; /* of the latest plan */
+    int64_t count, merge_count, threads; /* of the latest plan */
 } attention_workspace;
 
 void *kvweave_attention_open(void) { return calloc(1, sizeof(attention_workspace)); }
@@ -96,9 +99,11 @@ static int64_t cost_of(const attention_call *call, const attention_item *item) {
 /* Cut the call into items, those that are too large for an even load also by splits. */
 static int make_plan(const attention_call *call, attention_workspace *space) {
     attention_item item;
-    int64_t count = 0, total = 0, spread = (int64_t)call->threads * ITEMS_PER_THREAD;
+    int64_t count = 0, total = 0;
     for (cutter at = start_cutting(call); next_item(&at, &item); count++)
         total += cost_of(call, &item);
+    space->threads = smaller_of(call->threads, 1 + total / COST_PER_THREAD);
+    int64_t spread = space->threads * ITEMS_PER_THREAD;
     /* No more than `spread` parts cost more than a share of total / spread. */
     if (!grow((void **)&space->items, &space->items_size, (count + spread) * sizeof(item)) ||
         !grow((void **)&space->merges, &space->merges_size, (count + spread) * sizeof(item)))
@@ -108,7 +113,7 @@ static int make_plan(const attention_call *call, attention_workspace *space) {
     for (cutter at = start_cutting(call); next_item(&at, &item);) {
         int64_t splits = item.split_end - item.split;
         int64_t parts = 1 + cost_of(call, &item) * spread / (total + 1);
-        if (call->threads == 1) parts = 1;
+        if (space->threads == 1) parts = 1;
         if (parts > splits) parts = splits;
         if (parts > 1) {
             item.partial = rows;
@@ -138,10 +143,10 @@ int32_t kvweave_attention(const attention_call *call, void *workspace) {
 #endif
     size_t scratch = level->scratch(call);
     if (!make_plan(call, space) || !grow((void **)&space->scratch, &space->scratch_size,
-                                         call->threads * scratch * sizeof(float)))
+                                         space->threads * scratch * sizeof(float)))
         return -1;
     int64_t next = space->count, next_merge = space->merge_count;
-    int threads = (int)smaller_of(call->threads, space->count);
+    int threads = (int)smaller_of(space->threads, space->count);
     if (!threads) return 0;
     PARALLEL(threads) {
         float *mine = space->scratch + THREAD * scratch;

@@ -10,7 +10,7 @@
 #define BARRIER _Pragma("omp barrier")
 #define THREAD omp_get_thread_num()
 #else
-#define PARALLEL(threads)
+#define PARALLEL(threads) (void)(threads);
 #define BARRIER
 #define THREAD 0
 #endif

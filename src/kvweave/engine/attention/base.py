@@ -61,4 +61,5 @@ class AttentionBackend(Protocol):
         """query (T, heads, key_dim), contiguous; returns (T, heads, value_dim), same type.
 
         Heads are grouped over KV heads: query head h reads KV head h // (heads // num_kv_heads).
+        The result may be overwritten by the next call.
         """

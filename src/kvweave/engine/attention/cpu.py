@@ -79,7 +79,7 @@ class CpuAttention:
         """An output of the right shape in memory that all calls share."""
         shape = (query.shape[0], query.shape[1], value_dim)
         count = shape[0] * shape[1] * shape[2]
-        if self._out.dtype != query.dtype or len(self._out) < count:
+        if self._out.dtype != query.dtype or self._out.numel() < count:
             self._out = torch.empty(count, dtype=query.dtype)
         return self._out[:count].view(shape)
 
