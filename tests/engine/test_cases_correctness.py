@@ -114,6 +114,24 @@ def test_prompt_logprobs_come_once_and_survive_preemption_and_siblings():
     assert world.answers["r1", 1].prompt_logprobs is None
 
 
+@pytest.mark.parametrize("backend", EXACT_BACKENDS)
+def test_scores_found_before_a_preemption_are_not_found_again(backend):
+    world = make_world(backend, chunked_prefill_size=50)
+    tokens = prompt(160, 1)
+    world.engine.add(request("r", tokens, 2, prompt_logprobs=0))
+    for steps in (1, 2):
+        for _ in range(steps):
+            world.step()
+        world.engine.scheduler._preempt(world.engine.scheduler.running[0])
+        world.engine.check()
+    world.run()
+    undisturbed = make_world(backend)
+    undisturbed.run(request("r", tokens, 2, prompt_logprobs=0))
+    assert world.answers["r", 0].prompt_logprobs == undisturbed.answers["r", 0].prompt_logprobs
+    recomputed = 0 if backend != "none" else 50 + 100
+    assert world.engine.snapshot().prefill_tokens <= 160 + recomputed + 2 * 4
+
+
 def test_long_prompts_with_logprobs_are_computed_in_short_chunks():
     """Every scored token needs a row as wide as the vocabulary: never all at once."""
     world = make_world("radix", chunked_prefill_size=2048)

@@ -169,6 +169,22 @@ def test_impossible_tokens_are_never_drawn():
     assert set(drawn) == {7, 49}
 
 
+def test_the_smallest_random_number_draws_a_possible_token(monkeypatch):
+    monkeypatch.setattr("kvweave.engine.sampler.uniforms", lambda *_: np.zeros(1))
+    logits = torch.full((1, 50), -torch.inf)
+    logits[0, [7, 49]] = 0.0
+    assert sample(logits, [state()]).token_ids == [7]
+
+
+def test_every_token_of_an_answer_has_a_random_number_of_its_own():
+    drawing = state(seed=3)
+    drawn = []
+    for _ in range(50):
+        drawn += sample(torch.zeros(1, 1000), [drawing]).token_ids
+        drawing.record(drawn[-1])
+    assert len(set(drawn)) > 40
+
+
 def test_a_large_vocabulary_keeps_its_rare_tokens(monkeypatch):
     """The likeliest has all but 3e-6 of the mass; float32 sums could not tell the others apart."""
     logits = torch.zeros(1, 200_000)

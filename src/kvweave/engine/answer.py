@@ -53,7 +53,7 @@ class Answer:
             text = self._end_with(token)
         else:
             text = self._watch(self._detokenizer.add(token))
-            if self.finish_reason is None and self.sequence.length >= self.sequence.limit:
+            if self.sequence.length >= self.sequence.limit:
                 text += self._flush()
                 self.finish_reason = self.finish_reason or "length"
         return self._delta(text, (token,), () if logprob is None else (logprob,))
