@@ -1,4 +1,4 @@
-"""The compiled kernels for CPUs: attention over the paged pool, moving KV, small linear layers.
+"""The compiled kernels: attention over the paged pool, and moving KV, on CPUs.
 
 `load()` finds the library that setup.py builds, if it was built; callers have a plain torch path
 for when it was not.
@@ -7,9 +7,9 @@ for when it was not.
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.util
 import logging
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -77,23 +77,6 @@ class MoveCall(ctypes.Structure):
     ]
 
 
-class LinearCall(ctypes.Structure):
-    """One linear layer for few tokens; mirrors `linear_call` in linear.h."""
-
-    _fields_ = [
-        ("x", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("tokens", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("bfloat16", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("level", ctypes.c_int32),
-    ]
-
-
 class Library:
     """The library's functions, typed. `level` is the best instruction set here (see level.c)."""
 
@@ -104,8 +87,7 @@ class Library:
         functions.kvweave_sizes.restype = ctypes.c_int64
         sizes = functions.kvweave_sizes()
         sizeof = ctypes.sizeof
-        expected = (AttentionCall, LinearCall, MoveCall, MoveLayer)
-        if sizes != functools.reduce(lambda so_far, kind: so_far << 16 | sizeof(kind), expected, 0):
+        if sizes != sizeof(AttentionCall) << 32 | sizeof(MoveCall) << 16 | sizeof(MoveLayer):
             raise OSError("it was built from other sources than these; install kvweave again")
         self.level: int = functions.kvweave_level()
         self.open_attention = functions.kvweave_attention_open
@@ -115,15 +97,12 @@ class Library:
         self.close_attention.restype = None
         self.attend = functions.kvweave_attention
         self.attend.argtypes = [ctypes.POINTER(AttentionCall), ctypes.c_void_p]
-        self.linear = functions.kvweave_linear
-        self.linear.argtypes = [ctypes.POINTER(LinearCall)]
-        self.linear.restype = None
         self.move = functions.kvweave_move
         self.move.argtypes = [ctypes.POINTER(MoveCall)]
         self.move.restype = None
 
 
-@functools.cache
+@cache
 def load() -> Library | None:
     """The kernels, or None; then says why, once."""
     spec = importlib.util.find_spec("kvweave.kernels._native")

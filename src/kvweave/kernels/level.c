@@ -1,6 +1,5 @@
 /* Which instruction set this processor has. */
 #include "attention.h"
-#include "linear.h"
 #include "move.h"
 
 /* The best level: 0 nothing in particular, 1 AVX2, 2 AVX-512. All below it work, too. */
@@ -16,6 +15,5 @@ int32_t kvweave_level(void) {
 
 /* Sizes of the structs that the caller must fill in, so that it never calls a build that does not fit. */
 int64_t kvweave_sizes(void) {
-    return (int64_t)sizeof(attention_call) << 48 | (int64_t)sizeof(linear_call) << 32 |
-           sizeof(move_call) << 16 | sizeof(move_layer);
+    return (int64_t)sizeof(attention_call) << 32 | sizeof(move_call) << 16 | sizeof(move_layer);
 }

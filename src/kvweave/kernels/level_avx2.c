@@ -5,7 +5,6 @@
 #define TARGET __attribute__((target("avx2,fma")))
 #define NAMED(name) name##_avx2
 #include "attention_kernel.h"
-#include "linear_kernel.h"
 #include "move_kernel.h"
 #else
 typedef int nothing_here; /* a file must not be empty */

@@ -5,7 +5,6 @@
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
 #define NAMED(name) name##_avx512
 #include "attention_kernel.h"
-#include "linear_kernel.h"
 #include "move_kernel.h"
 #else
 typedef int nothing_here; /* a file must not be empty */

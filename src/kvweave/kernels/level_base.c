@@ -8,5 +8,4 @@
 #define TARGET
 #define NAMED(name) name##_base
 #include "attention_kernel.h"
-#include "linear_kernel.h"
 #include "move_kernel.h"
