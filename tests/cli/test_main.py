@@ -88,6 +88,27 @@ def test_benches_are_listed_one_a_line(capsys):
     assert "cold-groups" in capsys.readouterr().out.split("\n")
 
 
+def test_a_bench_is_told_what_the_command_line_says(monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(
+        "kvweave.bench.registry.run_bench",
+        lambda name, options, json_path: told.append((name, options, json_path)),
+    )
+    file = tmp_path / "figures.json"
+    assert run("bench", "lookup", "--quick", "--seed", "7", "--json", str(file)) == 0
+    [(name, options, json_path)] = told
+    assert (name, options.quick, options.seed, json_path) == ("lookup", True, 7, file)
+
+
+def test_info_shows_what_is_known_of_a_model(tiny_folder, capsys):
+    assert run("info", "--model", str(tiny_folder("llama"))) == 0
+    facts = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert facts["kvweave"] == kvweave.__version__
+    assert facts["context"] == "256 tokens"
+    assert "fuzzy_match" in facts["prefix"]
+    assert facts["attention"].startswith("cpu")
+
+
 def test_help_loads_no_torch():
     code = (
         "import sys; from kvweave.cli.main import main\n"

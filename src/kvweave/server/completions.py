@@ -28,7 +28,7 @@ def completions_router(service: Service) -> APIRouter:
         sampling = body.sampling(**more)
         prompts = await asyncio.gather(*(service.reader.read(prompt) for prompt in body.prompt))
         texts = [
-            prompt if isinstance(prompt, str) else service.engine.tokenizer.decode(prompt)
+            prompt if isinstance(prompt, str) else await service.reader.decode(prompt)
             for prompt in (body.prompt if body.echo else ())
         ]
         form = _CompletionFormat(body, prompts, texts, service.texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -15,8 +16,9 @@ from kvweave.server.fields import Prompt
 from kvweave.server.model_card import ModelCard
 from kvweave.server.protocol import ChatMessage
 
-# Tokenising this many characters takes a few milliseconds; beyond, other requests would notice.
+# So many take a few milliseconds; beyond, other requests would notice.
 _OFF_LOOP_CHARS = 8192
+_OFF_LOOP_IDS = 2048
 
 
 class PromptReader:
@@ -79,6 +81,12 @@ class PromptReader:
         # verbose would warn of texts beyond the context, which are refused here anyway.
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return tuple(encoded["input_ids"])
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of known ids, in a thread when that takes long."""
+        decode = partial(self.tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
+        text: str = decode() if len(ids) < _OFF_LOOP_IDS else await asyncio.to_thread(decode)
+        return text
 
     def known(self, ids: Iterable[int], *, param: str) -> tuple[int, ...]:
         """The same ids, once all of them are tokens of this model."""

@@ -34,7 +34,7 @@ def tokenization_router(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         card.require(body.model)
         ids = reader.known(body.tokens, param="tokens")
-        text = service.engine.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)
+        text = await reader.decode(ids, skip_special_tokens=body.skip_special_tokens)
         # One name is vLLM's, the other SGLang's.
         return {"prompt": text, "text": text}
 
