@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from kvweave import __version__
@@ -72,7 +72,8 @@ class Report:
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for heading in ("metric", "arm", "value", "p5 to p95", "n", "ratio"):
             words = heading in ("metric", "arm")
-            table.add_column(heading, justify="left" if words else "right")
+            justify: JustifyMethod = "left" if words else "right"
+            table.add_column(heading, justify=justify, overflow="fold")
         for row in self.rows:
             spread = "" if row.p5 is None else f"{_short(row.p5)} to {_short(row.p95)}"
             ratio = "" if row.ratio is None else f"{row.ratio:.3g}x {row.baseline}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 from kvweave.bench.base import Bench
 from kvweave.bench.driver import Answer, Driver
 from kvweave.bench.measure import Against, alternate, row
-from kvweave.bench.reference import Reference
+from kvweave.bench.reference import Reference, plain_transformers, tuned_transformers
 from kvweave.bench.report import Row
 from kvweave.bench.setting import Setting
 from kvweave.config import CacheConfig, EngineConfig
@@ -18,58 +20,88 @@ _CONTEXT, _QUICK_CONTEXT = 4096, 512
 _APPENDED = 15
 _DECODED = 16
 _TOGETHER, _TOGETHER_PROMPT, _TOGETHER_OUTPUT = 8, 128, 32
-_OURS, _THEIRS, _ALONE = "kvweave", "transformers", "one after another"
+_OURS, _PLAIN, _TUNED, _ALONE = (
+    "kvweave",
+    "transformers",
+    "transformers, tuned",
+    "one after another",
+)
+
+_References = Mapping[str, Reference]
+"""transformers twice: as anyone gets it, and with the memory settings that kvweave makes."""
 
 
 def measure(setting: Setting) -> list[Row]:
     """Three figures against transformers with its dynamic cache, and one against ourselves."""
     context = _QUICK_CONTEXT if setting.quick else _CONTEXT
-    return [
-        *_prefill(setting, context),
-        *_decode_and_append(setting, context),
-        *_decode_together(setting),
-    ]
+    with plain_transformers(setting.loaded) as plain:
+        references = {_PLAIN: plain, _TUNED: tuned_transformers(setting.loaded)}
+        rows = _prefill(setting, references, context)
+        rows += _decode_and_append(setting, references, context)
+    return rows + _decode_together(setting)
 
 
-def _prefill(setting: Setting, context: int) -> list[Row]:
+def _prefill(setting: Setting, references: _References, context: int) -> list[Row]:
     """A prompt that nobody has seen, until its first token is known."""
     warm_up = 1
     prompts = [setting.corpus.take(context) for _ in range(setting.n + warm_up)]
     driver = _driver(setting, "none", 2 * context)
-    reference = Reference(setting.loaded)
-    arms = {
-        _OURS: lambda index: 1e3 * driver.serve([prompts[index]])[0].first_token_seconds,
-        _THEIRS: lambda index: 1e3 * reference.prefill(prompts[index]),
-    }
-    with setting.progress(f"prefill of {context} tokens", 2 * len(prompts)) as advance:
-        figures = alternate(arms, setting.n, warm_up=warm_up, progress=advance)
-    return _compared(f"prefill_{context}", figures, "ms")
+
+    def ours(index: int) -> float:
+        return driver.serve([prompts[index]])[0].first_token_seconds
+
+    def theirs(model: Reference, index: int) -> float:
+        return model.prefill(prompts[index])
+
+    return _raced(setting, f"prefill_{context}", ours, theirs, references, warm_up)
 
 
-def _decode_and_append(setting: Setting, context: int) -> list[Row]:
-    """One long context that both arms keep cached: tokens decoded after it, prompts added to it."""
+def _decode_and_append(setting: Setting, references: _References, context: int) -> list[Row]:
+    """One long context that all arms keep cached: tokens decoded after it, prompts added to it."""
     warm_up = 1
     prefix = setting.corpus.take(context)
     added = [setting.corpus.take(_APPENDED) for _ in range(setting.n + warm_up)]
     driver = _driver(setting, "radix", 2 * context)
-    reference = Reference(setting.loaded)
     driver.serve([prefix])
-    reference.prefill(prefix)
+    for model in references.values():
+        model.prefill(prefix)
 
-    decode = {
-        _OURS: lambda _: 1e3 * _per_token(driver.serve([prefix], max_tokens=_DECODED + 1)[0]),
-        _THEIRS: lambda _: 1e3 * float(np.median(reference.decode(_DECODED))),
-    }
-    append = {
-        _OURS: lambda index: 1e3 * _first_token(driver, np.concatenate([prefix, added[index]])),
-        _THEIRS: lambda index: 1e3 * reference.append(added[index]),
-    }
-    rows = []
-    with setting.progress(f"after {context} tokens", 4 * len(added)) as advance:
-        for name, arms in (("decode_after", decode), (f"append_{_APPENDED}_after", append)):
-            figures = alternate(arms, setting.n, warm_up=warm_up, progress=advance)
-            rows += _compared(f"{name}_{context}", figures, "ms")
-    return rows
+    def decode(_: int) -> float:
+        return _per_token(driver.serve([prefix], max_tokens=_DECODED + 1)[0])
+
+    def their_decode(model: Reference, _: int) -> float:
+        return float(np.median(model.decode(_DECODED)))
+
+    def append(index: int) -> float:
+        prompt = np.concatenate([prefix, added[index]])
+        return driver.serve([prompt])[0].first_token_seconds
+
+    def their_append(model: Reference, index: int) -> float:
+        return model.append(added[index])
+
+    decoded, appended = f"decode_after_{context}", f"append_{_APPENDED}_after_{context}"
+    rows = _raced(setting, decoded, decode, their_decode, references, warm_up)
+    return rows + _raced(setting, appended, append, their_append, references, warm_up)
+
+
+def _raced(
+    setting: Setting,
+    metric: str,
+    ours: Callable[[int], float],
+    theirs: Callable[[Reference, int], float],
+    references: _References,
+    warm_up: int,
+) -> list[Row]:
+    """Milliseconds of all arms in alternation, compared with transformers as anyone gets it."""
+    arms = {_OURS: ours} | {name: partial(theirs, model) for name, model in references.items()}
+    with setting.progress(metric, len(arms) * (setting.n + warm_up)) as advance:
+        taken = alternate(arms, setting.n, warm_up=warm_up, progress=advance)
+    figures = {name: [1e3 * each for each in times] for name, times in taken.items()}
+    against = Against(_PLAIN, figures[_PLAIN])
+    return [
+        row(metric, name, times, "ms", None if name == _PLAIN else against)
+        for name, times in figures.items()
+    ]
 
 
 def _decode_together(setting: Setting) -> list[Row]:
@@ -97,18 +129,6 @@ def _decode_together(setting: Setting) -> list[Row]:
         row(metric, "together", figures["together"], "tokens/s", against),
         row(metric, _ALONE, figures[_ALONE], "tokens/s"),
     ]
-
-
-def _compared(metric: str, figures: dict[str, list[float]], unit: str) -> list[Row]:
-    theirs = figures[_THEIRS]
-    return [
-        row(metric, _OURS, figures[_OURS], unit, Against(_THEIRS, theirs)),
-        row(metric, _THEIRS, theirs, unit),
-    ]
-
-
-def _first_token(driver: Driver, prompt: np.ndarray) -> float:
-    return driver.serve([prompt])[0].first_token_seconds
 
 
 def _per_token(answer: Answer) -> float:
