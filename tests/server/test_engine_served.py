@@ -215,3 +215,29 @@ def test_a_finished_request_leaves_neither_its_rid_taken_nor_garbage(monkeypatch
             assert eventually(lambda: [ref() for ref in seen] == [None] * 3, seconds=5)
     finally:
         gc.enable()
+
+
+def test_text_that_moved_is_reported_span_by_span():
+    world, server = serve("fuzzy_match", page_size=4)
+    document = [(7 * n * n + 3 * n) % EOS for n in range(120)]
+    with server, server.client() as client:
+
+        def ask(opening, **more):
+            body = {"prompt": opening + document + [1, 2, 3, 4, 5, 6, 7, 8, 9], "max_tokens": 2}
+            reply = client.post("/v1/completions", json={**body, "return_plan": True, **more})
+            answer = reply.json()
+            return answer["usage"]["prompt_tokens_details"], answer["kvweave_plan"]
+
+        assert ask([10, 11, 12, 13, 14]) == (
+            {"cached_tokens": 0, "moved_tokens": 0, "refreshed_tokens": 0},
+            [],
+        )
+        details, plan = ask([20, 21, 22])
+        assert details["moved_tokens"] == sum(span["length"] for span in plan) > 100
+        assert {span["tier"] for span in plan} == {"moved"}
+        assert plan[0]["start"] - plan[0]["donor_start"] == 3 - 5
+        for exact in ({"fuzzy": False}, {"cache_salt": "other"}):
+            details, plan = ask([30, 31], **exact)
+            assert details["moved_tokens"] == 0
+            assert plan == []
+    world.assert_idle()
