@@ -68,7 +68,8 @@ def test_random_batches(seed: int, dtype: torch.dtype) -> None:
 
 def test_a_result_depends_neither_on_other_rows_nor_on_threads() -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = [[2000], list(range(1500, 1530)), list(range(300)), [700]]
+    # Contexts of one split, of as many as there are parts, and of more.
+    rows = [[6000], list(range(1500, 1530)), list(range(300)), [700], [4100, 4101, 5500]]
     batch = make_batch(rows, 16, generator)
     kv = make_kv(batch, LayerLayout(2, 64, 64), torch.float32, generator)
     query = torch.randn(batch.tokens, 6, 64, generator=generator)
@@ -76,10 +77,11 @@ def test_a_result_depends_neither_on_other_rows_nor_on_threads() -> None:
     backend.begin(batch)
     together = backend.attend(query, kv, call).clone()
     threads = torch.get_num_threads()
-    torch.set_num_threads(4)
     try:
-        backend.begin(batch)
-        assert torch.equal(backend.attend(query, kv, call), together)
+        for other in (2, 4):
+            torch.set_num_threads(other)
+            backend.begin(batch)
+            assert torch.equal(backend.attend(query, kv, call), together)
     finally:
         torch.set_num_threads(threads)
     batch.query_start, batch.page_start = batch.query_start[:2], batch.page_start[:2]

@@ -54,22 +54,28 @@ def movers(
 
 
 def draw_runs(seed: int) -> list[MoveRun]:
-    """Runs of any length, some of consecutive slots and some scattered, none twice."""
+    """Runs of any length; their sources, their targets, both or neither are scattered slots."""
     rng = random.Random(seed)
-    free = list(range(PAGES * PAGE_SIZE))
-    if seed % 2:
-        rng.shuffle(free)
+    slots = list(range(PAGES * PAGE_SIZE))
+    givers, takers = slots[: len(slots) // 2], slots[len(slots) // 2 :]
+    for some, scattered in ((givers, seed & 1), (takers, seed & 2)):
+        if scattered:
+            rng.shuffle(some)
     runs = []
     for _ in range(rng.randint(1, 4)):
         count = rng.choice([0, 1, 2, 15, 100])
-        taken, free = free[: 2 * count], free[2 * count :]
-        slots = np.array(taken, np.int32)
-        runs.append(MoveRun(slots[:count], slots[count:], rng.randint(-9_000, 9_000)))
+        sources, givers = givers[:count], givers[count:]
+        targets, takers = takers[:count], takers[count:]
+        runs.append(
+            MoveRun(
+                np.array(sources, np.int32), np.array(targets, np.int32), rng.randint(-9_000, 9_000)
+            )
+        )
     return runs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_layer_of_every_run_is_moved_and_nothing_else(seed: int, dtype: torch.dtype) -> None:
     runs, before = draw_runs(seed), filled(dtype)
     right = filled(dtype)
@@ -80,7 +86,6 @@ def test_every_layer_of_every_run_is_moved_and_nothing_else(seed: int, dtype: to
             moved = relocate(before.keys[layer][source], layout.rotary, run.delta)
             right.keys[layer][target] = moved
             right.values[layer][target] = before.values[layer][source]
-    # A type of few digits may round an element to its neighbour, never further.
     close = {"atol": 1e-6, "rtol": 1e-6 if dtype == torch.float32 else 2**-7}
     for kv, mover in movers(dtype):
         mover.move(runs)
@@ -88,6 +93,8 @@ def test_every_layer_of_every_run_is_moved_and_nothing_else(seed: int, dtype: to
             assert torch.equal(got, want)
         for got, want in zip(kv.keys, right.keys, strict=True):
             torch.testing.assert_close(got, want, **close)
+            if dtype == torch.bfloat16:  # only what lies between two may be rounded otherwise
+                assert (got != want).float().mean() < 0.002
 
 
 def test_a_thousand_shifts_of_one_donor_do_not_degrade() -> None:

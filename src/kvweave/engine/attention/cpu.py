@@ -35,6 +35,14 @@ class CpuAttention:
 
     def begin(self, batch: AttentionBatch) -> None:
         """See AttentionBackend.begin."""
+        for array, dtype in (
+            (batch.positions, torch.int64),
+            (batch.query_start, torch.int32),
+            (batch.pages, torch.int32),
+            (batch.page_start, torch.int32),
+        ):
+            if array.dtype != dtype or not array.is_contiguous():
+                raise TypeError(f"a batch's array must be contiguous {dtype}, not {array.dtype}")
         self._batch = batch
         self._planned = False
         call = self._call
@@ -50,6 +58,7 @@ class CpuAttention:
         """See AttentionBackend.attend. The result is overwritten by the next call."""
         if self._library is None or query.dtype not in _NATIVE_TYPES or query.dtype != kv.dtype:
             return self._attend_plain(query, kv, call)
+        query = query.contiguous()
         keys, values = kv.keys[call.layer], kv.values[call.layer]
         out = self._room(query, values.shape[2])
         native = self._call
