@@ -57,10 +57,10 @@ def test_rows_and_page_come_out_of_one_run(
     assert arms == {
         "moved/copy/0": 1,
         "moved/unrotated/0": 1,
-        "near-duplicate/copy/0": 3,
-        "near-duplicate/unrotated/0": 3,
+        "near-duplicate/copy/0": 5,
+        "near-duplicate/unrotated/0": 5,
         "rerun/rerun/0": 1,
-        "unrelated/copy/0": 5,
+        "unrelated/copy/0": 9,
     }
     values = {(row.metric, row.arm): row.value for row in report.rows}
     assert values["token_identity", "moved/copy/0"] == 1

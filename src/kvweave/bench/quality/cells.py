@@ -130,7 +130,7 @@ CELLS = (
         name="near-duplicate",
         summary="a document that differs from the donor's in one fact, which is asked for",
         build=decoys.near_duplicate,
-        weight=3,
+        weight=5,
         answer=16,
     ),
     Cell(
@@ -154,7 +154,7 @@ CELLS = (
         name="unrelated",
         summary="arithmetic with nothing in common but the examples at the prompts' beginning",
         build=control.arithmetic,
-        weight=5,
+        weight=9,
         answer=12,
         lives=True,
         all_arms=False,

@@ -53,9 +53,9 @@ def _compare(setting: Setting, cell: Cell, arms: list[Arm]) -> Compared:
 BENCH = Bench(
     name="quality",
     summary="Answers from moved KV against the same model's cold answers",
-    counts="prompts of each kind; near-duplicates three times, unrelated ones five times as many",
-    n=40,
-    quick_n=2,
+    counts="prompts of each kind; near-duplicates 5 times, unrelated ones 9 times as many",
+    n=24,
+    quick_n=1,
     measure=measure,
     takes=("html", "cells", "arms"),
 )
