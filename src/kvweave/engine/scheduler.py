@@ -133,9 +133,9 @@ class Scheduler:
                 self._fail(sequence, error)
 
     def _admit(self) -> None:
+        if not self._may_admit():
+            return  # before anybody is looked up in the cache
         for sequence, matched in self.waiting.candidates(self._match):
-            if self._budget == 0 or len(self.running) >= self._config.max_running_requests:
-                return
             try:
                 if self._admission.awaits_producer(sequence, matched):
                     continue  # others may pass
@@ -143,6 +143,11 @@ class Scheduler:
                     return  # nobody passes for being smaller: the large would starve
             except Exception as error:
                 self._fail(sequence, error)
+            if not self._may_admit():
+                return
+
+    def _may_admit(self) -> bool:
+        return self._budget > 0 and len(self.running) < self._config.max_running_requests
 
     def _start(self, sequence: Sequence, matched: int) -> bool:
         """Lease and run the first chunk; False, and nothing has changed, for lack of room."""
