@@ -18,7 +18,7 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: torch and the models' code take seconds, and `kvweave --help` needs none.
+    # Loaded when asked for: torch and the models' code take seconds, and --help needs none of it.
     if name == "LLM":
         from kvweave.engine.llm import LLM
 

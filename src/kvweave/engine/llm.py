@@ -22,7 +22,8 @@ class LLM:
     """A model, loaded and ready.
 
     >>> llm = LLM(prefix_cache_backend="radix")
-    >>> llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0))[0].text
+    >>> params = SamplingParams(max_tokens=8, temperature=0)
+    >>> llm.generate("The capital of France is", params)[0].text
 
     Keyword arguments are the flags of the command line, with underscores.
     """
