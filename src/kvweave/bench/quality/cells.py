@@ -71,16 +71,14 @@ def shifted_header(writer: Writer, _: int) -> Case:
     turns = [writer.asked(writer.length(_PASSAGE)) for _ in range(4)]
     history: list[tuple[str, IntArray]] = []
     for turn in turns:
-        history += [("user", writer.tokens(turn.question)), ("assistant", turn.passage)]
-    then, now = (writer.tokens(_HEADER.format(about=about)) for about in ("", _MORE))
-    first = turns[int(writer.rng.integers(len(turns)))]
-    thanks, reply = (writer.tokens(text) for text in ("Thank you.", "You are welcome."))
-    question = f"Once more, please: {first.question}"
-    history.append(("user", thanks))
-    donor = writer.chat.prompt(("system", then), *history)
-    history += [("assistant", reply), ("user", writer.tokens(question))]
-    recipient = writer.chat.prompt(("system", now), *history)
-    return Case((donor,), recipient, question, first.stated, first.gold)
+        said = np.concatenate([turn.passage, writer.tokens(f"\n\n{turn.question}")])
+        history += [("user", said), ("assistant", writer.tokens(turn.stated))]
+    then, now = (writer.tokens(_HEADER.format(more)) for more in ("", _MORE))
+    asked = turns[int(writer.rng.integers(len(turns)))]
+    question = f"Once more, please: {asked.question}"
+    donor = writer.chat.prompt(("system", then), *history[:-1])
+    recipient = writer.chat.prompt(("system", now), *history, ("user", writer.tokens(question)))
+    return Case((donor,), recipient, question, asked.stated, asked.gold)
 
 
 def repeated(writer: Writer, _: int) -> Case:
@@ -160,7 +158,7 @@ CELLS = (
         all_arms=False,
     ),
 )
-_HEADER = "You are a helpful assistant. Answer in one short sentence.{about}"
+_HEADER = "You are a helpful assistant. Answer in one short sentence.{}"
 _MORE = (
     " This conversation was resumed after a break; the user has read all earlier answers and does "
     "not need to be reminded of them."
