@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from kvweave.bench.base import Bench
 from kvweave.bench.driver import Answer, Driver
 from kvweave.bench.measure import Against, alternate, row
-from kvweave.bench.reference import Reference, plain_transformers, tuned_transformers
+from kvweave.bench.reference import Reference, plain_transformers
 from kvweave.bench.report import Row
 from kvweave.bench.setting import Setting
 from kvweave.config import CacheConfig, EngineConfig
@@ -19,94 +18,76 @@ from kvweave.config import CacheConfig, EngineConfig
 _CONTEXT, _QUICK_CONTEXT = 4096, 512
 _APPENDED = 15
 _DECODED = 16
+_WARM_UP = 1
 _TOGETHER, _TOGETHER_PROMPT, _TOGETHER_OUTPUT = 8, 128, 32
-_OURS, _PLAIN, _TUNED, _ALONE = (
-    "kvweave",
-    "transformers",
-    "transformers, tuned",
-    "one after another",
-)
-
-_References = Mapping[str, Reference]
-"""transformers twice: as anyone gets it, and with the memory settings that kvweave makes."""
+_DECODE_STEPS = _TOGETHER_OUTPUT - 1
+_OURS, _THEIRS, _ALONE = "kvweave", "transformers", "one after another"
 
 
 def measure(setting: Setting) -> list[Row]:
     """Three figures against transformers with its dynamic cache, and one against ourselves."""
     context = _QUICK_CONTEXT if setting.quick else _CONTEXT
-    with plain_transformers(setting.loaded) as plain:
-        references = {_PLAIN: plain, _TUNED: tuned_transformers(setting.loaded)}
-        rows = _prefill(setting, references, context)
-        rows += _decode_and_append(setting, references, context)
+    with plain_transformers(setting.loaded) as reference:
+        rows = _prefill(setting, reference, context)
+        rows += _decode_and_append(setting, reference, context)
     return rows + _decode_together(setting)
 
 
-def _prefill(setting: Setting, references: _References, context: int) -> list[Row]:
+def _prefill(setting: Setting, reference: Reference, context: int) -> list[Row]:
     """A prompt that nobody has seen, until its first token is known."""
-    warm_up = 1
-    prompts = [setting.corpus.take(context) for _ in range(setting.n + warm_up)]
+    prompts = [setting.corpus.take(context) for _ in range(setting.n + _WARM_UP)]
     driver = _driver(setting, "none", 2 * context)
 
     def ours(index: int) -> float:
         return driver.serve([prompts[index]])[0].first_token_seconds
 
-    def theirs(model: Reference, index: int) -> float:
-        return model.prefill(prompts[index])
+    def theirs(index: int) -> float:
+        return reference.prefill(prompts[index])
 
-    return _raced(setting, f"prefill_{context}", ours, theirs, references, warm_up)
+    return _raced(setting, f"prefill_{context}", ours, theirs)
 
 
-def _decode_and_append(setting: Setting, references: _References, context: int) -> list[Row]:
-    """One long context that all arms keep cached: tokens decoded after it, prompts added to it."""
-    warm_up = 1
+def _decode_and_append(setting: Setting, reference: Reference, context: int) -> list[Row]:
+    """One long context that both arms keep cached: tokens decoded after it, prompts added to it."""
     prefix = setting.corpus.take(context)
-    added = [setting.corpus.take(_APPENDED) for _ in range(setting.n + warm_up)]
+    added = [setting.corpus.take(_APPENDED) for _ in range(setting.n + _WARM_UP)]
     driver = _driver(setting, "radix", 2 * context)
     driver.serve([prefix])
-    for model in references.values():
-        model.prefill(prefix)
+    reference.prefill(prefix)
 
     def decode(_: int) -> float:
         return _per_token(driver.serve([prefix], max_tokens=_DECODED + 1)[0])
 
-    def their_decode(model: Reference, _: int) -> float:
-        return float(np.median(model.decode(_DECODED)))
+    def their_decode(_: int) -> float:
+        return float(np.median(reference.decode(_DECODED)))
 
     def append(index: int) -> float:
         prompt = np.concatenate([prefix, added[index]])
         return driver.serve([prompt])[0].first_token_seconds
 
-    def their_append(model: Reference, index: int) -> float:
-        return model.append(added[index])
+    def their_append(index: int) -> float:
+        return reference.append(added[index])
 
-    decoded, appended = f"decode_after_{context}", f"append_{_APPENDED}_after_{context}"
-    rows = _raced(setting, decoded, decode, their_decode, references, warm_up)
-    return rows + _raced(setting, appended, append, their_append, references, warm_up)
+    rows = _raced(setting, f"decode_after_{context}", decode, their_decode)
+    return rows + _raced(setting, f"append_{_APPENDED}_after_{context}", append, their_append)
 
 
 def _raced(
-    setting: Setting,
-    metric: str,
-    ours: Callable[[int], float],
-    theirs: Callable[[Reference, int], float],
-    references: _References,
-    warm_up: int,
+    setting: Setting, metric: str, ours: Callable[[int], float], theirs: Callable[[int], float]
 ) -> list[Row]:
-    """Milliseconds of all arms in alternation, compared with transformers as anyone gets it."""
-    arms = {_OURS: ours} | {name: partial(theirs, model) for name, model in references.items()}
-    with setting.progress(metric, len(arms) * (setting.n + warm_up)) as advance:
-        taken = alternate(arms, setting.n, warm_up=warm_up, progress=advance)
-    figures = {name: [1e3 * each for each in times] for name, times in taken.items()}
-    against = Against(_PLAIN, figures[_PLAIN])
+    """Milliseconds of both arms in alternation."""
+    with setting.progress(metric, 2 * (setting.n + _WARM_UP)) as advance:
+        arms = {_OURS: ours, _THEIRS: theirs}
+        taken = alternate(arms, setting.n, warm_up=_WARM_UP, progress=advance)
+    our_ms, their_ms = ([1e3 * each for each in taken[name]] for name in (_OURS, _THEIRS))
     return [
-        row(metric, name, times, "ms", None if name == _PLAIN else against)
-        for name, times in figures.items()
+        row(metric, _OURS, our_ms, "ms", Against(_THEIRS, their_ms)),
+        row(metric, _THEIRS, their_ms, "ms"),
     ]
 
 
 def _decode_together(setting: Setting) -> list[Row]:
     """Tokens per second of several answers decoded in one batch, and of the same one by one."""
-    warm_up = 1
     prompts = [setting.corpus.take(_TOGETHER_PROMPT) for _ in range(_TOGETHER)]
     driver = _driver(setting, "none", 2 * _TOGETHER * (_TOGETHER_PROMPT + _TOGETHER_OUTPUT))
 
@@ -121,9 +102,9 @@ def _decode_together(setting: Setting) -> list[Row]:
         return _DECODE_STEPS * _TOGETHER / taken
 
     metric = f"decode_batch_{_TOGETHER}"
-    with setting.progress(f"{_TOGETHER} answers", 2 * (setting.n + warm_up)) as advance:
+    with setting.progress(f"{_TOGETHER} answers", 2 * (setting.n + _WARM_UP)) as advance:
         arms = {"together": together, _ALONE: alone}
-        figures = alternate(arms, setting.n, warm_up=warm_up, progress=advance)
+        figures = alternate(arms, setting.n, warm_up=_WARM_UP, progress=advance)
     against = Against(_ALONE, figures[_ALONE], larger_is_better=True)
     return [
         row(metric, "together", figures["together"], "tokens/s", against),
@@ -134,9 +115,6 @@ def _decode_together(setting: Setting) -> list[Row]:
 def _per_token(answer: Answer) -> float:
     """Median seconds between two tokens, the first left out: it belongs to the prompt."""
     return float(np.median([after - before for before, after in pairwise(answer.token_seconds)]))
-
-
-_DECODE_STEPS = _TOGETHER_OUTPUT - 1
 
 
 def _driver(setting: Setting, backend: str, slots: int) -> Driver:
