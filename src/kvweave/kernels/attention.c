@@ -43,7 +43,6 @@ static int grow(void **memory, size_t *size, size_t needed) {
     return *memory != NULL;
 }
 
-
 static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Items cut by queries and KV heads only, one after another. */
@@ -148,12 +147,15 @@ int32_t kvweave_attention(const attention_call *call, void *workspace) {
     int64_t next = space->count, next_merge = space->merge_count;
     int threads = (int)smaller_of(space->threads, space->count);
     if (!threads) return 0;
-    PARALLEL(threads) {
+    PARALLEL(threads)
+    {
         float *mine = space->scratch + THREAD * scratch;
         /* From the last, which in a prefill sees the most keys, to the first. */
         for (int64_t i; (i = __atomic_sub_fetch(&next, 1, __ATOMIC_RELAXED)) >= 0;)
             level->attend(call, &space->items[i], space->partials, mine);
-        BARRIER
+        if (space->merge_count) {
+            BARRIER
+        }
         for (int64_t i; (i = __atomic_sub_fetch(&next_merge, 1, __ATOMIC_RELAXED)) >= 0;)
             level->merge(call, &space->merges[i], space->partials);
     }

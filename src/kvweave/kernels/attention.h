@@ -46,20 +46,20 @@ typedef struct {
     int32_t token, token_end; /* in the batch */
     int32_t head, head_end;   /* KV heads */
     int32_t split, split_end;
-    int64_t partial; /* its first row of `partials`, for the parts; -1: it finishes the output itself */
+    int64_t partial; /* row of `partials` where its parts begin; -1: it finishes the output */
 } attention_item;
 
-/* A part is softmax over one split. Until they are merged, parts lie in rows of this many floats, by
- * split, KV head, token and head in its group: the weighted values' sums (padded), the weights' sum,
- * and the maximum that the weights are relative to. */
+/* A part is softmax over one split. Until they are merged, parts lie in rows of this many floats,
+ * by split, KV head, token and head in its group: the weighted values' sums (padded), the weights'
+ * sum, and the maximum that the weights are relative to. */
 #define PADDED(dim) (((dim) + 15) / 16 * 16)
 #define PARTIAL_FLOATS(call) (PADDED((call)->value_dim) + 2)
 
 /* Floats of scratch that one thread needs. */
 typedef int64_t attention_scratch(const attention_call *call);
 /* Attend to the item's part of the context. */
-typedef void attention_kernel(const attention_call *call, const attention_item *item, float *partials,
-                              float *scratch);
+typedef void attention_kernel(const attention_call *call, const attention_item *item,
+                              float *partials, float *scratch);
 /* Merge the parts that several items left for what is, but for its splits, one item. */
 typedef void attention_merge(const attention_call *call, const attention_item *item,
                              float *partials);

@@ -10,7 +10,7 @@
 
 /* One thread's scratch, cut to size for a call. */
 typedef struct {
-    float *queries; /* (pairs, key_dim), scaled */
+    float *queries;     /* (pairs, key_dim), scaled */
     int64_t *positions; /* (pairs of one KV head) */
     softmax_part whole, part;
     block_view view;
@@ -93,8 +93,7 @@ TARGET static void pack_keys(const attention_call *call, const block_view *view)
                 square[i] = load_stored(call->bfloat16, view->keys + places[i], d);
             transpose(square);
 #pragma GCC unroll 16
-            for (int i = 0; i < VL; i++)
-                store(view->packed_keys + (d + i) * BLOCK + j, square[i]);
+            for (int i = 0; i < VL; i++) store(view->packed_keys + (d + i) * BLOCK + j, square[i]);
         }
         for (; d < dim; d++)
             for (int i = 0; i < VL; i++)
@@ -117,7 +116,8 @@ TARGET static void pack_block(const attention_call *call, const block_view *view
     const block_place *place = view->place;
     pack_keys(call, view);
     for (int64_t i = place->low; i < place->high; i++)
-        widen(call, view->values + place->values[i], call->value_dim, 1, view->packed_values + i * wide);
+        widen(call, view->values + place->values[i], call->value_dim, 1,
+              view->packed_values + i * wide);
 }
 
 /* Have positions [from, to) of the next block fetched. */
@@ -149,8 +149,10 @@ TARGET static void attend_block(const attention_call *call, workplace *at, const
         if (positions[height - 1] >= block + view->place->low &&
             lowest_seen(call, positions[0]) < block + view->place->high) {
             switch (height * 4 + at->how) {
-#define TILE(n, how) \
-    case n * 4 + how: attend_tile(n, how, call, view, q, part, base + row, positions, block); break;
+#define TILE(n, how)                                                                               \
+    case n * 4 + how:                                                                              \
+        attend_tile(n, how, call, view, q, part, base + row, positions, block);                    \
+        break;
 #define TILES(how) TILE(1, how) TILE(2, how) TILE(3, how) TILE(4, how) TILE(5, how) TILE(6, how)
                 TILES(PACKED) TILES(DIRECT_FLOAT32) TILES(DIRECT_BFLOAT16)
             }
@@ -183,7 +185,8 @@ TARGET static void attend_split(const attention_call *call, const attention_item
             view->next = more ? &places[!turn] : NULL;
             view->keys = (const char *)call->keys + (item->head + h) * call->key_dim * size;
             view->values = (const char *)call->values + (item->head + h) * call->value_dim * size;
-            attend_block(call, at, at->queries + h * rows * call->key_dim, part, h * rows, rows, block);
+            attend_block(call, at, at->queries + h * rows * call->key_dim, part, h * rows, rows,
+                         block);
         }
     }
 }
@@ -205,7 +208,8 @@ INLINE void finish(const attention_call *call, const attention_item *item, int64
     int64_t group = call->heads / call->kv_heads, dim = call->value_dim;
     int64_t at = (item->token + row / group) * call->heads;
     at = (at + (item->head + head) * group + row % group) * dim;
-    for (int64_t d = 0; d < dim; d++) store_one(call->bfloat16, call->out, at + d, sums[d] / weights);
+    for (int64_t d = 0; d < dim; d++)
+        store_one(call->bfloat16, call->out, at + d, sums[d] / weights);
 }
 
 /* Queries in the order of tiles: by KV head, token, head in its group; and each pair's position. */
@@ -230,7 +234,8 @@ TARGET static void attend_item(const attention_call *call, const attention_item 
     workplace at;
     lay_out(call, scratch, &at);
     int64_t rows = (item->token_end - item->token) * (call->heads / call->kv_heads);
-    int64_t all = rows * (item->head_end - item->head), stride = PARTIAL_FLOATS(call), wide = PADDED(call->value_dim);
+    int64_t all = rows * (item->head_end - item->head), stride = PARTIAL_FLOATS(call),
+            wide = PADDED(call->value_dim);
     at.how = PACKED;
     if (rows <= DIRECT_ROWS && call->key_dim % VL == 0 && call->value_dim % VL == 0)
         at.how = call->bfloat16 ? DIRECT_BFLOAT16 : DIRECT_FLOAT32;

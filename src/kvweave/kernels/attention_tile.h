@@ -1,13 +1,13 @@
 /* Attention of a few queries to one block of keys, in registers.
  *
- * The includer defines VL and TARGET (see simd.h), PANEL, the vectors of columns that a tile keeps in
- * registers, and NAMED(name), which makes exported names its own.
+ * The includer defines VL and TARGET (see simd.h), PANEL, the vectors of columns that a tile keeps
+ * in registers, and NAMED(name), which makes exported names its own.
  *
- * Both products, scores = queries x keys and sums = weights x values, are the same loop over a tile of
- * ROWS x (PANEL * VL) results, over keys and values packed to float32, keys transposed so that lanes
- * run over keys. Where a KV head has too few queries to pay for packing, keys and values are read
- * where they lie ("direct") and lanes run over dimensions. All arithmetic is float32. Scores are kept
- * in powers of two: log2(e) is folded into the queries' scale.
+ * Both products, scores = queries x keys and sums = weights x values, are the same loop over a tile
+ * of ROWS x (PANEL * VL) results, over keys and values packed to float32, keys transposed so that
+ * lanes run over keys. Where a KV head has too few queries to pay for packing, keys and values are
+ * read where they lie ("direct") and lanes run over dimensions. All arithmetic is float32. Scores
+ * are kept in powers of two: log2(e) is folded into the queries' scale.
  */
 #include "attention.h"
 #include "simd.h"
@@ -26,9 +26,9 @@ typedef struct {
     float *maximum; /* (pairs) */
 } softmax_part;
 
-/* Where a block of the context lies: byte offsets of its positions' keys and values in the pool, for
- * KV head 0. Positions [low, high), counted from the block's start, are there; the others repeat one of
- * these, so that whole blocks may be read. */
+/* Where a block of the context lies: byte offsets of its positions' keys and values in the pool,
+ * for KV head 0. Positions [low, high), counted from the block's start, are there; the others
+ * repeat one of these, so that whole blocks may be read. */
 typedef struct {
     int64_t low, high;
     int64_t keys[BLOCK], values[BLOCK];
@@ -52,11 +52,12 @@ static int64_t lowest_seen(const attention_call *call, int64_t position) {
 }
 
 /* Have a line of memory fetched that is read soon. The processor's own prefetching does not foresee
- * jumps from page to page. Fetches are spread over the arithmetic: it can only overlap with a few. */
+ * jumps from page to page. Fetches are spread over the arithmetic: it can only overlap with a few.
+ */
 INLINE void prefetch(const char *line) { __builtin_prefetch(line, 0, 2); }
 
-/* c = (fade ? fade * c : 0) + a x b, for `rows` rows and `panel` vectors of columns. Row k of b is at
- * b + k * b_stride, in float32; or, if `places` is given, at bytes b + places[k], as stored. */
+/* c = (fade ? fade * c : 0) + a x b, for `rows` rows and `panel` vectors of columns. Row k of b is
+ * at b + k * b_stride, in float32; or, if `places` is given, at bytes b + places[k], as stored. */
 INLINE void multiply(int rows, int panel, int bfloat16, int64_t depth, const float *a,
                      int64_t a_stride, const char *b, int64_t b_stride, const int64_t *places,
                      const int64_t *next, float *c, int64_t c_stride, const float *fade) {
@@ -72,7 +73,8 @@ INLINE void multiply(int rows, int panel, int bfloat16, int64_t depth, const flo
 #pragma GCC unroll 4
         for (int j = 0; j < panel; j++) column[j] = load_stored(bfloat16, row, j * VL);
         if (next)
-            for (int i = 0; i < panel * VL * (bfloat16 ? 2 : 4); i += LINE) prefetch(b + next[k] + i);
+            for (int i = 0; i < panel * VL * (bfloat16 ? 2 : 4); i += LINE)
+                prefetch(b + next[k] + i);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             vf factor = splat(a[r * a_stride + k]);
@@ -92,8 +94,8 @@ INLINE void multiply_all(int rows, int64_t columns, int bfloat16, int64_t depth,
                          const int64_t *next, float *c, int64_t c_stride, const float *fade) {
     int64_t j = 0, size = bfloat16 ? 2 : 4;
     for (; j + PANEL * VL <= columns; j += PANEL * VL)
-        multiply(rows, PANEL, bfloat16, depth, a, a_stride, b + j * size, b_stride, places, next, c + j,
-                 c_stride, fade);
+        multiply(rows, PANEL, bfloat16, depth, a, a_stride, b + j * size, b_stride, places, next,
+                 c + j, c_stride, fade);
     for (; j < columns; j += VL)
         multiply(rows, 1, bfloat16, depth, a, a_stride, b + j * size, b_stride, places, next, c + j,
                  c_stride, fade);
@@ -176,8 +178,8 @@ INLINE void attend_tile(int rows, int how, const attention_call *call, const blo
     float fade[ROWS], *scores = view->scores, *sums = part->sums + row * wide;
     int bfloat16 = how == DIRECT_BFLOAT16;
     if (how == PACKED)
-        multiply_all(rows, BLOCK, 0, dim, queries, dim, (char *)view->packed_keys, BLOCK, NULL, NULL, scores,
-                     BLOCK, NULL);
+        multiply_all(rows, BLOCK, 0, dim, queries, dim, (char *)view->packed_keys, BLOCK, NULL,
+                     NULL, scores, BLOCK, NULL);
     else
         dot_all(rows, bfloat16, dim, queries, view);
     for (int r = 0; r < rows; r++) {
@@ -190,9 +192,10 @@ INLINE void attend_tile(int rows, int how, const attention_call *call, const blo
     }
     if (how == PACKED)
         multiply_all(rows, wide, 0, last - first, scores + first, BLOCK,
-                     (char *)(view->packed_values + first * wide), wide, NULL, NULL, sums, wide, fade);
+                     (char *)(view->packed_values + first * wide), wide, NULL, NULL, sums, wide,
+                     fade);
     else
         multiply_all(rows, wide, bfloat16, last - first, scores + first, BLOCK, view->values, 0,
-                     place->values + first,
-                     view->next ? view->next->values + first : NULL, sums, wide, fade);
+                     place->values + first, view->next ? view->next->values + first : NULL, sums,
+                     wide, fade);
 }

@@ -13,7 +13,8 @@ int32_t kvweave_level(void) {
     return 0;
 }
 
-/* Sizes of the structs that the caller must fill in, so that it never calls a build that does not fit. */
+/* Sizes of the structs that the caller must fill in, so that it never calls a build that does not
+ * fit. */
 int64_t kvweave_sizes(void) {
     return (int64_t)sizeof(attention_call) << 32 | sizeof(move_call) << 16 | sizeof(move_layer);
 }

@@ -1,4 +1,5 @@
-/* Moving the KV of some tokens, in the instruction set of the file that includes this (see simd.h). */
+/* Moving the KV of some tokens, in the instruction set of the file that includes this (see simd.h).
+ */
 #include "move.h"
 #include "simd.h"
 

@@ -1,5 +1,5 @@
-/* Threads, where the compiler offers them. The runtime is the one that torch has loaded, if it is of
- * the same kind: its threads may still be spinning from the last operation, and are at hand. */
+/* Threads, where the compiler offers them. The runtime is the one that torch has loaded, if it is
+ * of the same kind: its threads may still be spinning from the last operation, and are at hand. */
 #ifndef KVWEAVE_THREADS_H
 #define KVWEAVE_THREADS_H
 
