@@ -35,7 +35,7 @@ def keep_texts(cache: Path) -> None:
         countries.append({"title": name, "body": body, "facts": facts})
     keep("countries", countries)
     examples = [
-        {"title": "e", "body": f"Example {answer} asks for a sum?", "facts": {"answer": answer}}
+        {"title": "e", "body": f"Example {answer} asks for a sum?", "facts": {"solution": answer}}
         for answer in ("6", "5", "39")
     ]
     keep(control.EXAMPLES, examples)

@@ -130,15 +130,13 @@ def _country(data: dict[str, Any]) -> Text:
 
 
 def _examples() -> tuple[str, list[Text]]:
-    """Solved word problems: the question as body, the bare result as the fact `answer`."""
+    """Solved word problems: the question as body, the way to its answer as the fact `solution`."""
     path = "lm_eval/tasks/gsm8k/gsm8k-cot.yaml"
     written = wheel_files("lm_eval", "0.4.13", _LM_EVAL_SHA256, path)[path].decode("utf-8")
     # The pinned file's scalars are plain, wrapped lines: no need of a YAML library.
     found = re.findall(r"- question: (.+?)\n +target: (.+?)(?=\n *- |\n\w)", written, re.DOTALL)
-    texts = []
-    for question, target in found:
-        (answer,) = re.findall(r"The answer is (\d+)\.$", " ".join(target.split()))
-        texts.append(Text("GSM8K example", " ".join(question.split()), {"answer": answer}))
+    pairs = [(" ".join(question.split()), " ".join(target.split())) for question, target in found]
+    texts = [Text("GSM8K example", question, {"solution": target}) for question, target in pairs]
     return "lm_eval 0.4.13", texts
 
 
@@ -178,7 +176,7 @@ _SOURCES = {
     ),
     "banking": _Source("MIT", _banking),
     "countries": _Source("MIT", _countries),
-    "gsm8k-examples": _Source("MIT", _examples),
+    "gsm8k-cot": _Source("MIT", _examples),
 }
 
 

@@ -153,7 +153,7 @@ CELLS = (
         summary="arithmetic with nothing in common but the examples at the prompts' beginning",
         build=control.arithmetic,
         weight=9,
-        answer=12,
+        answer=32,
         lives=True,
         all_arms=False,
     ),

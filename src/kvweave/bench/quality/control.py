@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvweave.bench.quality.writer import Case, Writer
 from kvweave.kv.pool import IntArray
 
-EXAMPLES = "gsm8k-examples"
+EXAMPLES = "gsm8k-cot"
 _SHOWN = 3
 
 
@@ -29,16 +29,15 @@ def arithmetic(writer: Writer, _: int) -> Case:
     messages: list[tuple[str, IntArray]] = [("system", writer.tokens(_INSTRUCTION))]
     for example in writer.corpus.collection(EXAMPLES).texts[:_SHOWN]:
         messages.append(("user", writer.tokens(example.body)))
-        messages.append(("assistant", writer.tokens(_ANSWER.format(example.facts["answer"]))))
+        messages.append(("assistant", writer.tokens(example.facts["solution"])))
     problem = _PROBLEMS[int(writer.rng.integers(len(_PROBLEMS)))]
-    c, b, a = sorted(writer.rng.choice(range(2, 60), 3, replace=False).tolist())
+    c, b, a = sorted(writer.rng.choice(range(2, 13), 3, replace=False).tolist())
     text = problem.text.format(things=writer.rng.choice(_THINGS), a=a, b=b, c=c)
     recipient = writer.chat.prompt(*messages, ("user", writer.tokens(text)))
-    return Case((), recipient, text, gold=str(problem.answer(a, b, c)))
+    return Case((), recipient, text, gold=f"The answer is {problem.answer(a, b, c)}")
 
 
 _INSTRUCTION = "Solve the problem and answer as in the examples."
-_ANSWER = "The answer is {}."
 _PROBLEMS = (
     _Problem("A shop has {a} {things} and sells {b}. How many are left?", lambda a, b, c: a - b),
     _Problem("{a} {things} lie here and {b} there. How many in all?", lambda a, b, c: a + b),
