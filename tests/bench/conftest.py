@@ -51,3 +51,22 @@ def make_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
         countries.append({"title": f"C{number}", "body": f"{filler} {sentences}", "facts": facts})
     _keep(folder, "countries", countries)
     return lambda seed: Corpus(encode, seed)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Tiny, with room for whole prompts; its tokenizer knows bytes."""
+    from transformers import LlamaConfig
+
+    from tinymodels import VOCABULARY, save
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+    )
+    return str(save(config, tmp_path_factory.mktemp("model") / "tiny"))

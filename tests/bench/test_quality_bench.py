@@ -17,25 +17,6 @@ from kvweave.bench.workloads.corpus import Corpus
 from kvweave.errors import ConfigError, KvweaveError
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Tiny, with room for whole prompts; its tokenizer knows bytes."""
-    from transformers import LlamaConfig
-
-    from tinymodels import VOCABULARY, save
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-    )
-    return str(save(config, tmp_path_factory.mktemp("model") / "tiny"))
-
-
 def test_rows_and_page_come_out_of_one_run(
     model: str, make_corpus: Callable[[int], Corpus], tmp_path: Path
 ) -> None:

@@ -201,17 +201,9 @@ class World:
 
 def collect(answer: Completion, delta: OutputDelta) -> None:
     assert answer.finish_reason is None, "an answer went on after its end"
-    answer.text += delta.text
-    answer.token_ids += delta.token_ids
-    answer.logprobs += delta.logprobs
-    if delta.prompt_logprobs is not None:
-        assert answer.prompt_logprobs is None, "prompt log probabilities came twice"
-        answer.prompt_logprobs = list(delta.prompt_logprobs)
-    answer.finish_reason = delta.finish_reason
-    answer.matched_stop = delta.matched_stop
-    answer.error = delta.error
-    answer.usage = delta.usage
-    answer.plan = delta.plan or answer.plan
+    twice = delta.prompt_logprobs is not None and answer.prompt_logprobs is not None
+    assert not twice, "prompt log probabilities came twice"
+    answer.extend(delta)
 
 
 def make_world(

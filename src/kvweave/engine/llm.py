@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, overload
 
 from kvweave.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.types import Completion, GenerateRequest, OutputDelta, SamplingParams
+from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.errors import ConfigError
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -95,7 +95,10 @@ class LLM:
                 deltas = self.engine.step()
                 elapsed = time.perf_counter() - start
                 for delta in deltas:
-                    _extend(answers[delta.rid][delta.index], delta, elapsed)
+                    answer = answers[delta.rid][delta.index]
+                    answer.extend(delta)
+                    if answer.first_token_seconds is None and delta.token_ids:
+                        answer.first_token_seconds = elapsed
                 self._fill(to_add, room)
         finally:
             for rid in answers:
@@ -128,18 +131,3 @@ def _per_prompt(sampling: Sampling, count: int) -> Sequence[SamplingParams]:
     if len(sampling) != count:
         raise ValueError(f"{count} prompts need {count} sampling parameters, not {len(sampling)}")
     return sampling
-
-
-def _extend(answer: Completion, delta: OutputDelta, elapsed: float) -> None:
-    answer.text += delta.text
-    answer.token_ids += delta.token_ids
-    answer.logprobs += delta.logprobs
-    if delta.prompt_logprobs is not None:
-        answer.prompt_logprobs = list(delta.prompt_logprobs)
-    answer.finish_reason = delta.finish_reason
-    answer.matched_stop = delta.matched_stop
-    answer.error = delta.error
-    answer.usage = delta.usage
-    answer.plan = delta.plan or answer.plan
-    if answer.first_token_seconds is None and delta.token_ids:
-        answer.first_token_seconds = elapsed

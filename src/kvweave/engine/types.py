@@ -159,6 +159,19 @@ class Completion:
     first_token_seconds: float | None = None
     """From submission to the first token."""
 
+    def extend(self, delta: OutputDelta) -> None:
+        """Add what a step made known of this answer."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = list(delta.prompt_logprobs)
+        self.finish_reason = delta.finish_reason
+        self.matched_stop = delta.matched_stop
+        self.error = delta.error
+        self.usage = delta.usage
+        self.plan = delta.plan or self.plan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:

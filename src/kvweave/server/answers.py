@@ -87,7 +87,7 @@ class PlainWriter:
     def add(self, batch: Batch) -> Iterable[dict[str, Any]]:
         """Collect; there is nothing to send yet."""
         for place, delta in batch:
-            _extend(self._answer(place, delta.index), delta)
+            self._answer(place, delta.index).extend(delta)
             if place not in self._plans:
                 self._plans[place] = self._envelope.plan(place, delta)
         return ()
@@ -154,13 +154,3 @@ class StreamWriter:
         event = self._envelope.around(self._form.chunk, [])
         event["usage"] = usage_body(self._envelope.traces)
         return event
-
-
-def _extend(answer: Completion, delta: OutputDelta) -> None:
-    answer.text += delta.text
-    answer.token_ids += delta.token_ids
-    answer.logprobs += delta.logprobs
-    if delta.prompt_logprobs is not None:
-        answer.prompt_logprobs = list(delta.prompt_logprobs)
-    answer.finish_reason = delta.finish_reason
-    answer.matched_stop = delta.matched_stop
