@@ -13,10 +13,10 @@ from quality_texts import keep_texts
 from kvweave.bench.quality.cells import CELLS, choose_cells
 from kvweave.bench.quality.chat import Chat
 from kvweave.bench.quality.decoys import FACTS
-from kvweave.bench.quality.metrics import words
 from kvweave.bench.quality.writer import Case, Writer
 from kvweave.bench.workloads.corpus import Corpus
 from kvweave.bench.workloads.oracle import shared_positions, shared_share
+from kvweave.engine.selfcheck.agreement import words
 from kvweave.errors import KvweaveError
 from kvweave.kv.pool import IntArray
 

@@ -11,14 +11,12 @@ import torch
 
 from kvweave.bench.quality.intervals import bootstrap, share
 from kvweave.bench.quality.metrics import (
-    kl_divergence,
     negative_log_likelihood,
     perplexity_ratio,
     rouge_l,
     token_f1,
-    verdict,
-    words,
 )
+from kvweave.engine.selfcheck.agreement import kl_divergence, verdict, words
 
 TEXTS = [
     "The capital of Peru is Lima.",

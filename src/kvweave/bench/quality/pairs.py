@@ -10,11 +10,12 @@ import torch
 from kvweave.bench.identity import Donors
 from kvweave.bench.quality.arms import COPY, RERUN, Arm
 from kvweave.bench.quality.cells import Cell
-from kvweave.bench.quality.metrics import kl_divergence, perplexity_ratio, rouge_l, token_f1
-from kvweave.bench.quality.probe import Tape
+from kvweave.bench.quality.metrics import perplexity_ratio, rouge_l, token_f1
 from kvweave.bench.quality.session import Served, Session
+from kvweave.bench.quality.tape import Tape
 from kvweave.bench.quality.writer import Case
 from kvweave.config import ModelConfig
+from kvweave.engine.selfcheck.agreement import kl_divergence
 from kvweave.models import LoadedModel
 
 _SHARED_SLOTS = 8192

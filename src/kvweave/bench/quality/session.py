@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from kvweave.bench.driver import Answer
 from kvweave.bench.measure import quiet_collector
 from kvweave.bench.quality.arms import Arm
-from kvweave.bench.quality.probe import Player, Probe, Recorder, Tape, Trace
+from kvweave.bench.quality.tape import Player, Recorder, Tape
 from kvweave.config import CacheConfig, EngineConfig, ModelConfig
 from kvweave.engine.building import build_machinery
 from kvweave.engine.engine import Engine
 from kvweave.engine.machinery import Runner
+from kvweave.engine.probe import Probe, Trace
 from kvweave.engine.runner import ModelRunner
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError

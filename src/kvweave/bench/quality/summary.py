@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from kvweave.bench.measure import Against, paired_ratios
 from kvweave.bench.quality.intervals import Estimate, bootstrap, share
-from kvweave.bench.quality.metrics import Verdict, verdict
 from kvweave.bench.quality.pairs import Compared, Pair
 from kvweave.bench.quality.writer import Case
 from kvweave.bench.report import Row
+from kvweave.engine.selfcheck.agreement import Verdict, verdict
 
 
 @dataclass(frozen=True, slots=True)
