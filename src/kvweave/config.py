@@ -69,6 +69,11 @@ class CacheConfig:
         True,
         "Wait for a running request that computes the same prefix, where the backend allows.",
     )
+    kv_events_config: str | None = _flag(
+        None,
+        "Publish which KV is cached: JSON as vLLM and SGLang take it, "
+        """such as '{"endpoint": "tcp://*:5557"}'.""",
+    )
 
     def problems(self) -> list[str]:
         found = _positive(self, "page_size", "max_total_tokens")
@@ -76,7 +81,7 @@ class CacheConfig:
             found.append(
                 f"--mem-fraction-static is a share above 0, up to 1, not {self.mem_fraction_static}"
             )
-        return found
+        return found + _unreadable_events(self.kv_events_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +200,17 @@ def validate(*groups: Any) -> None:
                 )
     if found:
         raise ConfigError(found)
+
+
+def _unreadable_events(text: str | None) -> list[str]:
+    from kvweave.events import EventsConfig  # here: only who says something about them needs it
+
+    try:
+        if text is not None:
+            EventsConfig.parse(text)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def flag_name(name: str) -> str:

@@ -22,6 +22,7 @@ from kvweave.engine.machinery import Machinery
 from kvweave.engine.types import Completion, GenerateRequest, OutputDelta, SamplingParams
 from kvweave.kv.pool import PagePool
 from kvweave.prefix.base import CacheOptions, PrefixCache
+from kvweave.prefix.events import EventSink
 from kvweave.prefix.registry import backend_names, create_cache
 
 VOCABULARY = 96
@@ -214,6 +215,7 @@ def make_world(
     context_length: int = 4096,
     eviction: str = "lru",
     wait: bool = True,
+    events: EventSink | None = None,
     make_cache: Callable[[PagePool, CacheOptions, OracleRunner], PrefixCache] | None = None,
     **scheduler: Any,
 ) -> World:
@@ -224,12 +226,17 @@ def make_world(
     config = EngineConfig(cache=cache_config, scheduler=SchedulerConfig(**scheduler))
     pool = PoisonedPool(pool_tokens // page_size, page_size)
     pool.runner = runner = OracleRunner(pool)
-    options = CacheOptions(eviction=eviction, wait_for_producers=wait, fuzzy=config.fuzzy)
+    options = CacheOptions(
+        eviction=eviction,
+        events=events is not None,
+        wait_for_producers=wait,
+        fuzzy=config.fuzzy,
+    )
     if make_cache is not None:
         cache = make_cache(pool, options, runner)
     else:
         cache = create_cache(backend, pool, options, runner)
-    engine = Engine(config, fake_model(context_length), Machinery(pool, cache, runner))
+    engine = Engine(config, fake_model(context_length), Machinery(pool, cache, runner, events))
     return World(engine, runner)
 
 

@@ -201,6 +201,7 @@ class AsyncEngine:
     def _shut(self) -> None:
         """Whoever still waits for an answer learns that there will be none."""
         self._engine.dead = True
+        self._engine.close()
         with self._lock:
             self._open = False
         gone = EngineDeadError("the engine has stopped")

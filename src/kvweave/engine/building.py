@@ -10,6 +10,7 @@ from kvweave.engine.attention import get_backend
 from kvweave.engine.machinery import Machinery
 from kvweave.engine.runner import ModelRunner
 from kvweave.errors import ConfigError
+from kvweave.events import EventsConfig, open_sink
 from kvweave.kv.mover import KVMover, TensorMover
 from kvweave.kv.pool import PagePool
 from kvweave.kv.tensors import KVTensors
@@ -35,8 +36,10 @@ def build_machinery(
     num_pages = pool_tokens(config, loaded) // page_size
     pool = PagePool(num_pages, page_size)
     kv = KVTensors(loaded.layouts, num_pages, page_size, dtype=loaded.dtype, device=loaded.device)
+    wanted = EventsConfig.wanted(cache_config.kv_events_config)
     options = CacheOptions(
         eviction=cache_config.radix_eviction_policy,
+        events=wanted is not None,
         wait_for_producers=cache_config.cold_group_wait,
         fuzzy=config.fuzzy,
     )
@@ -50,7 +53,9 @@ def build_machinery(
         str(loaded.dtype).removeprefix("torch."),
         loaded.device,
     )
-    return Machinery(pool, cache, ModelRunner(loaded, kv, attention))
+    runner = ModelRunner(loaded, kv, attention)
+    # Last: it takes addresses, and starts a thread.
+    return Machinery(pool, cache, runner, None if wanted is None else open_sink(wanted))
 
 
 def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:

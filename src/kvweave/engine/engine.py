@@ -64,7 +64,7 @@ class Engine:
         self._maker = AnswerMaker(loaded.tokenizer, loaded.eos_token_ids)
         self._seeds = np.random.default_rng(config.scheduler.random_seed)
         self._packer = Packer(pool.page_size)
-        self._reporter = Reporter(self.scheduler, self.cache)
+        self._reporter = Reporter(self.scheduler, self.cache, machinery.events)
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[Sequence, Answer] = {}
         self._deltas: list[OutputDelta] = []
@@ -119,6 +119,7 @@ class Engine:
         """
         if not self.dead:
             self._step()
+            self._tell()
         return self._take_deltas()
 
     def flush_cache(self) -> None:
@@ -129,6 +130,7 @@ class Engine:
                 status=409,
             )
         self.cache.reset()
+        self._tell()
 
     def snapshot(self) -> EngineSnapshot:
         """Gauges and counters, as of now."""
@@ -144,6 +146,16 @@ class Engine:
                 f"{len(alive)} sequences are queued, {len(self._answers)} have an answer, "
                 f"{len(grouped)} belong to a request"
             )
+
+    def close(self) -> None:
+        """Nothing will follow: send what others wait for, give back what is not memory."""
+        if self.machinery.events is not None:
+            self.machinery.events.close()
+
+    def _tell(self) -> None:
+        """Whoever follows the cache learns what changed in it."""
+        if self.machinery.events is not None and (events := self.cache.take_events()):
+            self.machinery.events.publish(events)
 
     def _take_deltas(self) -> list[OutputDelta]:
         deltas, self._deltas = self._deltas, []

@@ -10,6 +10,7 @@ import torch
 from kvweave.engine.batch import ForwardBatch
 from kvweave.kv.pool import PagePool
 from kvweave.prefix.base import PrefixCache
+from kvweave.prefix.events import EventSink
 
 
 class Runner(Protocol):
@@ -27,3 +28,5 @@ class Machinery:
     pool: PagePool
     cache: PrefixCache
     runner: Runner
+    events: EventSink | None = None
+    """Where the cache's events go; the cache must collect them."""

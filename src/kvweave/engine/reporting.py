@@ -11,6 +11,7 @@ from kvweave.engine.request import Sequence
 from kvweave.engine.scheduler import Scheduler, Step
 from kvweave.engine.types import EngineSnapshot, FinishReason
 from kvweave.prefix.base import PrefixCache
+from kvweave.prefix.events import EventSink
 
 logger = logging.getLogger("kvweave.engine")
 
@@ -36,10 +37,13 @@ class Counters:
 class Reporter:
     """Counts and logs; never in anyone's way."""
 
-    def __init__(self, scheduler: Scheduler, cache: PrefixCache) -> None:
+    def __init__(
+        self, scheduler: Scheduler, cache: PrefixCache, events: EventSink | None = None
+    ) -> None:
         self.counters = Counters()
         self._scheduler = scheduler
         self._cache = cache
+        self._events = events
         self._decode_steps = 0
         self._last_line = (time.monotonic(), 0)
 
@@ -67,6 +71,7 @@ class Reporter:
             evicted_tokens=stats.evicted_pages * size,
             steps=counters.steps,
             prefill_steps=counters.prefill_steps,
+            dropped_event_batches=0 if self._events is None else self._events.dropped,
         )
 
     def planned(self, step: Step) -> None:

@@ -208,3 +208,5 @@ class EngineSnapshot:
     steps: int = 0
     prefill_steps: int = 0
     """Steps that computed prompt tokens, alone or beside decodes."""
+    dropped_event_batches: int = 0
+    """What the cache's followers never heard, because it came faster than it was sent."""

@@ -6,8 +6,9 @@ Only exact pages are ever named.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +33,20 @@ class AllBlocksCleared:
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventSink(Protocol):
+    """Where an engine's events go. Called between steps, so it must neither wait nor raise."""
+
+    @property
+    def dropped(self) -> int:
+        """Batches that went nowhere since start, for lack of room."""
+        ...
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Take what one step changed, in order."""
+        ...
+
+    def close(self) -> None:
+        """Send what was taken, then stop; twice is harmless."""
+        ...

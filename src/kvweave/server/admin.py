@@ -15,6 +15,7 @@ import kvweave
 from kvweave.config import EngineConfig
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
+from kvweave.events import EventsConfig
 from kvweave.server.errors import error_response
 from kvweave.server.protocol import AbortBody
 from kvweave.server.service import Service
@@ -26,6 +27,7 @@ def admin_router(service: Service, engine_config: EngineConfig) -> APIRouter:
     """Routes outside /v1, bound to `service`."""
     router = APIRouter()
     card, engine = service.card, service.engine
+    events = EventsConfig.wanted(engine_config.cache.kv_events_config)
 
     @router.get("/health")
     async def health() -> Response:
@@ -65,6 +67,7 @@ def admin_router(service: Service, engine_config: EngineConfig) -> APIRouter:
             "max_total_tokens": now.total_tokens,
             "dp_size": 1,
             "live_requests": len(service.live),
+            "kv_events": events and events.described(engine_config.cache.page_size),
             "engine": dataclasses.asdict(now),
         }
 

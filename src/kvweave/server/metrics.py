@@ -142,4 +142,5 @@ def _counters(now: EngineSnapshot) -> dict[str, tuple[str, float]]:
         "evicted_tokens": ("Slots that the cache gave up to make room.", now.evicted_tokens),
         "num_retracted_requests": ("Answers preempted, to be resumed.", now.preemptions),
         "engine_steps": ("Forward passes.", now.steps),
+        "dropped_event_batches": ("Cache events not published.", now.dropped_event_batches),
     }

@@ -1,0 +1,145 @@
+"""What --kv-events-config may say: JSON, with vLLM's and SGLang's keys and meanings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvweave.errors import ConfigError
+
+FLAG = "--kv-events-config"
+_SCHEMES = ("tcp://", "ipc://", "inproc://")
+_BINDABLE = ("*", "::", "0.0.0.0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsConfig:
+    """Where cache events go. Sizes count batches; one batch holds what one step changed."""
+
+    publisher: str = "zmq"
+    """"zmq", or "null" for none."""
+    enable_kv_cache_events: bool = True
+    """vLLM's switch; False is `publisher` "null"."""
+    endpoint: str = "tcp://*:5557"
+    """Of the PUB socket."""
+    bind: bool | None = None
+    """Bind or connect; None binds wildcard, ipc and inproc addresses, and connects to others."""
+    replay_endpoint: str | None = None
+    """Of the ROUTER socket that sends past batches again; none without it."""
+    buffer_steps: int = 10_000
+    """Past batches kept for replay."""
+    hwm: int = 100_000
+    """Batches that may wait for one slow subscriber; it misses what comes beyond."""
+    max_queue_size: int = 100_000
+    """Batches that may wait to be sent; what comes beyond is dropped, and counted."""
+    topic: str = ""
+    format: str = "map"
+    """How an event is written: "map" as today's vLLM and SGLang do, "array" as older ones did."""
+
+    @classmethod
+    def wanted(cls, text: str | None) -> EventsConfig | None:
+        """As `parse`; None where nothing is to be published."""
+        config = None if text is None else cls.parse(text)
+        if config is None or config.publisher == "null" or not config.enable_kv_cache_events:
+            return None
+        return config
+
+    @classmethod
+    def parse(cls, text: str) -> EventsConfig:
+        """Read the flag's JSON; ConfigError names everything that is wrong with it."""
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ConfigError([f"{FLAG} takes JSON, and this is none: {error}"]) from None
+        if not isinstance(given, dict):
+            raise ConfigError(
+                [f'{FLAG} takes a JSON object such as {{"endpoint": "tcp://*:5557"}}']
+            )
+        problems = _type_problems(cls, given)
+        known = {item.name for item in fields(cls)}
+        problems += [
+            f"{FLAG} has no key {name!r}; it has {', '.join(sorted(known))}"
+            for name in given
+            if name not in known
+        ]
+        if not problems:
+            config = cls(**given)
+            problems = config.problems()
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+    def problems(self) -> list[str]:
+        found = []
+        for name, allowed in (("publisher", ("zmq", "null")), ("format", ("map", "array"))):
+            if getattr(self, name) not in allowed:
+                found.append(
+                    f"{FLAG}: {name} is {' or '.join(allowed)}, not {getattr(self, name)!r}"
+                )
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if value is not None and not value.startswith(_SCHEMES):
+                found.append(
+                    f"{FLAG}: {name} begins with one of {', '.join(_SCHEMES)}, unlike {value!r}"
+                )
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            if getattr(self, name) < 1:
+                found.append(f"{FLAG}: {name} must be above 0, not {getattr(self, name)}")
+        return found
+
+    @property
+    def binds(self) -> bool:
+        """Whether the PUB socket binds its endpoint, rather than connecting to it."""
+        if self.bind is not None:
+            return self.bind
+        scheme, _, address = self.endpoint.partition("://")
+        host = address.rpartition(":")[0].strip("[]")
+        return scheme != "tcp" or host in _BINDABLE
+
+    def described(self, block_size: int) -> dict[str, Any] | None:
+        """What routers read in /server_info, in SGLang's words; None for what they cannot reach."""
+        found = _tcp(self.endpoint)
+        if found is None:
+            return None
+        said = {
+            "publisher": self.publisher,
+            "endpoint_host": found[0],
+            "endpoint_port_base": found[1],
+            "topic": self.topic,
+            "block_size": block_size,
+            "dp_size": 1,
+        }
+        if (again := _tcp(self.replay_endpoint or "")) is not None:
+            said["replay_endpoint_port_base"] = again[1]
+        return said
+
+
+def _tcp(endpoint: str) -> tuple[str, int] | None:
+    """Host and port, where both are known beforehand."""
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        return None
+    return host, int(port)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "bool": (bool,),
+    "bool | None": (bool, type(None)),
+    "int": (int,),
+}
+_WORDS = {str: "a text", bool: "true or false", int: "a whole number", type(None): "null"}
+
+
+def _type_problems(kind: Any, given: dict[str, Any]) -> list[str]:
+    found = []
+    for item in fields(kind):
+        allowed = _TYPES[str(item.type)]
+        if item.name not in given or type(given[item.name]) in allowed:
+            continue
+        words = " or ".join(_WORDS[each] for each in allowed)
+        found.append(f"{FLAG}: {item.name} is {words}, not {json.dumps(given[item.name])}")
+    return found

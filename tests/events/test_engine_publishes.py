@@ -1,0 +1,50 @@
+"""From the flag to the socket: a served model, followed by somebody who only has the address."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvweave.config import CacheConfig, EngineConfig
+from kvweave.engine.engine import Engine
+from kvweave.engine.types import GenerateRequest, SamplingParams
+from kvweave.events.follower import EventFollower
+from kvweave.prefix.base import Namespace
+from kvweave.prefix.chain import namespace_seed, page_hashes
+from kvweave.prefix.events import AllBlocksCleared, BlockStored
+
+WHERE = {"endpoint": "tcp://127.0.0.1:0", "bind": True, "replay_endpoint": "tcp://127.0.0.1:0"}
+
+
+@pytest.fixture
+def engine(tiny):
+    cache = CacheConfig(
+        prefix_cache_backend="radix", max_total_tokens=512, kv_events_config=json.dumps(WHERE)
+    )
+    engine = Engine(EngineConfig(cache=cache), tiny("llama"))
+    yield engine
+    engine.close()
+
+
+def test_a_served_prompt_is_published_under_hashes_that_others_can_compute(engine):
+    prompt = tuple(range(50))
+    request = GenerateRequest(rid="a", prompt_ids=prompt, sampling=SamplingParams(max_tokens=1))
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+    publisher = engine.machinery.events
+    follower = EventFollower(publisher.endpoint, publisher.replay_endpoint)
+    events = []
+    while not events:
+        assert follower.wait(20)
+        events = follower.drain()
+    tokens = np.array(prompt, np.int32)
+    seed = namespace_seed(Namespace(engine.loaded.identity))
+    assert events == [BlockStored(tuple(page_hashes(tokens, 16, seed)), None, prompt[:48], 16)]
+    engine.flush_cache()
+    while events[-1] != AllBlocksCleared():
+        assert follower.wait(20)
+        events += follower.drain()
+    follower.close()
