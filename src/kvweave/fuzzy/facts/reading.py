@@ -1,0 +1,209 @@
+"""From text to sentences of facts in one canonical wording; equal readings say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from kvweave.fuzzy.facts import english, wording
+from kvweave.fuzzy.facts.base import Token
+from kvweave.fuzzy.facts.composing import compose
+from kvweave.fuzzy.facts.tokens import tokens_of
+
+_STARTS_QUESTION = english.AUXILIARIES | english.QUESTIONS
+_FACTS = frozenset(("number", "ordinal", "date", "time", "identifier"))
+
+
+class Sentence(NamedTuple):
+    """`turns` are the places where a phrase begins that may as well stand first."""
+
+    facts: tuple[Token, ...]
+    turns: tuple[int, ...]
+    asks: bool
+    clings: bool
+    """It refers to what was said before it."""
+
+
+class Reading(NamedTuple):
+    """What a text says. `rigid` text is not understood well enough to be put in another order."""
+
+    sentences: tuple[Sentence, ...]
+    names: frozenset[str]
+    rigid: bool
+
+
+@lru_cache(maxsize=1024)
+def read(text: str) -> Reading:
+    """The reading of a text, remembered: a donor is compared with many recipients."""
+    tokens = tokens_of(text)
+    names = frozenset(token.value for token in tokens if token.kind == "name")
+    if not english.is_english(tokens):
+        return Reading((Sentence(tuple(tokens), (), False, False),), names, rigid=True)
+    sentences: list[Sentence] = []
+    for part, asks in _parts(compose(tokens)):
+        said = english.without_fillers(_without_courtesies(part, first=not sentences))
+        if said:
+            sentences.append(_Interpreter(said, asks).sentence())
+    rigid = any(token.kind == "foreign" for token in tokens)
+    return Reading(tuple(sentences), names, rigid)
+
+
+def _parts(tokens: Sequence[Token]) -> Iterator[tuple[list[Token], bool]]:
+    """Sentences without their ends, and whether a question mark ended them."""
+    part: list[Token] = []
+    for token in tokens:
+        if token.kind == "end":
+            yield part, token.value == "?"
+            part = []
+        else:
+            part.append(token)
+    yield part, False
+
+
+def _without_courtesies(part: Sequence[Token], first: bool) -> list[Token]:
+    kept: list[Token] = []
+    for segment in _segments(part):
+        said = [token.value for token in segment if token.is_word]
+        if len(said) == len(segment) and english.is_courtesy(said, first and not kept):
+            continue
+        if kept:
+            kept.append(Token("comma", ","))
+        kept += segment
+    return kept
+
+
+def _segments(part: Sequence[Token]) -> Iterator[list[Token]]:
+    segment: list[Token] = []
+    for token in part:
+        if token.kind == "comma":
+            yield segment
+            segment = []
+        else:
+            segment.append(token)
+    yield segment
+
+
+class _Interpreter:
+    """Writes one sentence anew: synonyms and frames replaced, what carries no fact left out."""
+
+    def __init__(self, part: Sequence[Token], asks: bool) -> None:
+        self.items = _without_articles(part)
+        self.said = [token.value if token.is_word else "" for token in self.items]
+        self.asks = asks
+        self.facts: list[Token] = []
+        self.turns: list[int] = []
+
+    def sentence(self) -> Sentence:
+        at = self._behind_introduction()
+        begins = True
+        while at < len(self.items):
+            item = self.items[at]
+            if item.kind == "comma":
+                self._comma(at)
+                at += 1
+            elif item.is_word:
+                at = (begins and self._clause_begins(at)) or self._word(at)
+            else:
+                self.facts.append(item)
+                at += 1
+            begins = item.kind == "comma"
+        clings = any(
+            fact.kind == "ordinal" or fact.value in english.REFERS_BACK for fact in self.facts
+        )
+        return Sentence(tuple(self.facts), tuple(self.turns), self.asks, clings)
+
+    def _behind_introduction(self) -> int:
+        """Where the question starts behind "could you tell me" and the like."""
+        found = _phrase(wording.ABOUT_TO_ASK, self.said, 0)
+        if not found or found[1] == len(self.said):
+            return 0
+        return found[1] if self.said[found[1]] in english.QUESTIONS else 0
+
+    def _comma(self, at: int) -> None:
+        """Left out, unless what it keeps apart would be another fact without it."""
+        around = self.items[at - 1 : at] + self.items[at + 1 : at + 2]
+        if len(around) == 2 and all(
+            token.kind in _FACTS or (token.kind == "name" and place > 0)
+            for place, token in enumerate(around, at - 1)
+        ):
+            self.facts.append(self.items[at])
+        self._turn()
+
+    def _clause_begins(self, at: int) -> int:
+        """The index behind "is it possible to", if the clause begins so; else 0."""
+        self.asks = self.asks or self.said[at] in _STARTS_QUESTION
+        found = _phrase(wording.CAN_I, self.said, at)
+        if not found:
+            return 0
+        self.asks = True
+        self._write(*found[0])
+        return found[1]
+
+    def _word(self, at: int) -> int:
+        """Write what the words at `at` mean; the index behind them."""
+        compared = _phrase(wording.COMPARISONS, self.said, at)
+        if compared and self._is_number(compared[1]):
+            (symbol,), behind = compared
+            self._turn()
+            self.facts.append(Token("symbol", symbol))
+            return behind
+        found = _phrase(wording.PHRASES, self.said, at)
+        if not found:
+            if not self._only_helps(at):
+                self._write(wording.canonical(self.said[at].lower()) if len(self.said[at]) > 1
+                            else self.said[at])  # fmt: skip
+            return at + 1
+        meaning, at = found
+        self._write(*meaning)
+        self.asks = self.asks or meaning[0] in english.QUESTIONS
+        if meaning == ("how-to",) and at < len(self.items) and self.said[at]:
+            self._write(wording.verb(self.said[at]))
+            at += 1
+        return at
+
+    def _is_number(self, at: int) -> bool:
+        return at < len(self.items) and self.items[at].kind == "number"
+
+    def _write(self, *said: str) -> None:
+        for word in said:
+            if word in english.PREPOSITIONS:
+                self._turn()
+            self.facts.append(Token("word", word))
+
+    def _turn(self) -> None:
+        if self.facts and self.turns[-1:] != [len(self.facts)]:
+            self.turns.append(len(self.facts))
+
+    def _only_helps(self, at: int) -> bool:
+        """Whether it is the "do" of questions and negations."""
+        if self.said[at] not in ("do", "does"):
+            return False
+        behind = self.said[at + 1 : at + 2]
+        before = self.said[at - 1] if at else ""
+        return behind == ["not"] or (bool(behind) and before not in english.BEFORE_DO)
+
+
+def _without_articles(part: Sequence[Token]) -> list[Token]:
+    """An article stands in front of something; plan A and vitamin a do not have one."""
+    return [
+        token
+        for at, token in enumerate(part)
+        if not (
+            token.is_word
+            and (token.value in english.ARTICLES or (token.value == "A" and at == 0))
+            and at + 1 < len(part)
+            and part[at + 1].kind not in ("comma", "symbol")
+        )
+    ]
+
+
+def _phrase(
+    phrases: wording.Phrases, said: Sequence[str], at: int
+) -> tuple[tuple[str, ...], int] | None:
+    """The meaning of the longest phrase that begins at `at`, and the index behind it."""
+    for words, meaning in phrases.get(said[at], ()):
+        end = at + len(words)
+        if tuple(said[at:end]) == words:
+            return meaning, end
+    return None
