@@ -104,12 +104,27 @@ class FuzzyConfig:
     fuzzy_time_budget_ms: float = _flag(
         50.0, "A provider that takes longer loses this request's reuse."
     )
+    fuzzy_self_check: str = _flag(
+        "on",
+        "Measure once per model whether moved text changes its answers; if it does, reuse exactly "
+        "(on) or do not start (require).",
+        choices=("on", "off", "require"),
+    )
+    fuzzy_self_check_max_kl: float = _flag(
+        0.1, "Most that the self-check's next tokens may differ from cold ones: mean KL, in nats."
+    )
+    fuzzy_self_check_max_decoys: int = _flag(
+        0, "Most answers of the self-check that may give the fact of a nearly equal text."
+    )
 
     def problems(self) -> list[str]:
         found = _positive(
             self, "fuzzy_min_span", "fuzzy_min_suffix", "fuzzy_stride", "fuzzy_time_budget_ms"
         )
         found += _share(self, "fuzzy_min_reuse_ratio", "fuzzy_max_share")
+        for name in ("fuzzy_self_check_max_kl", "fuzzy_self_check_max_decoys"):
+            if not getattr(self, name) >= 0:
+                found.append(f"{flag_name(name)} must be 0 or more, not {getattr(self, name)}")
         if self.fuzzy_sink_tokens < 0:
             found.append(f"--fuzzy-sink-tokens counts tokens, so not {self.fuzzy_sink_tokens}")
         if self.fuzzy_min_span < 2 * self.fuzzy_stride - 1:

@@ -4,12 +4,16 @@ import logging
 import threading
 
 import pytest
-from serverkit import eventually
+from serverkit import eventually, toy_card
+from starlette.testclient import TestClient
 
 import kvweave
 from kvweave.config import ServerConfig
+from kvweave.engine.selfcheck.gate import SelfCheck
+from kvweave.engine.selfcheck.measure import Measured
 from kvweave.engine.types import Usage
 from kvweave.errors import EngineDeadError
+from kvweave.server.app import build_app
 
 ANYTHING = {"json": {"prompt": "x", "max_tokens": 2}}
 
@@ -77,6 +81,20 @@ def test_facts_for_routers(client):
         assert (info["served_model_name"], info["model_path"]) == ("toy", "/models/toy")
         assert info["model"] is None, "SGLang's router wants a text here, or nothing"
         assert info["api_key"] is False
+        assert info["fuzzy_self_check_result"] is None
+
+
+def test_what_the_self_check_found_is_told(engine):
+    measured = (Measured("moved", 0.25, False, 300),)
+    check = SelfCheck(False, "toy is served with exact reuse only", measured)
+    app = build_app(engine, toy_card(engine.tokenizer), ServerConfig(), self_check=check)
+    assert TestClient(app).get("/server_info").json()["fuzzy_self_check_result"] == {
+        "passed": False,
+        "sentence": "toy is served with exact reuse only",
+        "prompts": 1,
+        "kl_mean": 0.25,
+        "decoy_answers": 0,
+    }
 
 
 def test_the_openapi_document_describes_every_route(client):

@@ -25,6 +25,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
     # Here: they load torch and the models' code, which takes seconds.
     from kvweave.engine.async_engine import AsyncEngine
     from kvweave.engine.engine import Engine
+    from kvweave.engine.selfcheck.gate import guarded
     from kvweave.models import load_model
     from kvweave.server.app import build_app
     from kvweave.server.model_card import card_of
@@ -32,9 +33,10 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
 
     with loading_bar() as progress:
         loaded = load_model(engine.model, progress)
+        engine, check = guarded(engine, loaded, progress)
         card = card_of(loaded, engine.model.tokenizer)
         answering = AsyncEngine(Engine(engine, loaded))
-        app = build_app(answering, card, server, engine)
+        app = build_app(answering, card, server, engine, check)
     if server.api_key is None and server.host not in ("127.0.0.1", "localhost", "::1"):
         log.warning("anyone who reaches %s may use this server: there is no --api-key", server.host)
 

@@ -32,12 +32,14 @@ def open_session(config: EngineConfig) -> Iterator[Session]:
     # Here: they load torch and the models' code, which takes seconds.
     from kvweave.engine.async_engine import AsyncEngine
     from kvweave.engine.engine import Engine
+    from kvweave.engine.selfcheck.gate import guarded
     from kvweave.models import load_model
     from kvweave.server.model_card import card_of
     from kvweave.server.prompts import PromptReader
 
     with loading_bar() as progress:
         loaded = load_model(config.model, progress)
+        config, _ = guarded(config, loaded, progress)
         engine = AsyncEngine(Engine(config, loaded))
     asyncio.run(engine.start())
     try:

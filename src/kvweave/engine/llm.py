@@ -30,11 +30,16 @@ class LLM:
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
         """Without `model`, the packaged one. Raises ConfigError, UnsupportedModelError."""
-        from kvweave.models.loading import load_model  # here: it loads the models' code
+        # Here: they load the models' code.
+        from kvweave.engine.selfcheck.gate import guarded
+        from kvweave.models.loading import load_model
 
         config = config_of(model=model, **flags)
         config.validate()
-        self.engine = Engine(config, load_model(config.model))
+        loaded = load_model(config.model)
+        config, self.self_check = guarded(config, loaded)
+        """Whether the model may be served with text that moved; None if nobody asked for that."""
+        self.engine = Engine(config, loaded)
         self._ids = itertools.count()
 
     @property

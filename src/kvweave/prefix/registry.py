@@ -18,18 +18,30 @@ class _Backend(NamedTuple):
     """Imported when used, so that nobody loads what nobody chose."""
     moves: bool = False
     """Takes a KVMover as third argument."""
+    exact: str | None = None
+    """For backends that are approximate: the one that does the same without being so."""
 
 
 _BACKENDS = {
     "none": _Backend("kvweave.prefix.none:NoCache"),
     "hash": _Backend("kvweave.prefix.hash:HashCache"),
     "radix": _Backend("kvweave.prefix.radix:RadixCache"),
-    "fuzzy_match": _Backend("kvweave.fuzzy.backend:FuzzyCache", moves=True),
+    "fuzzy_match": _Backend("kvweave.fuzzy.backend:FuzzyCache", moves=True, exact="radix"),
 }
 
 
 def backend_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
+
+
+def approximate_backends() -> tuple[str, ...]:
+    """Those whose answers may depend on what else was cached."""
+    return tuple(name for name, backend in _BACKENDS.items() if backend.exact is not None)
+
+
+def exact_form(name: str) -> str | None:
+    """The backend that serves exactly where `name` is approximate; None if `name` is exact."""
+    return _BACKENDS[name].exact
 
 
 def create_cache(

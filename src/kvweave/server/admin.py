@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import uuid
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
@@ -20,10 +20,15 @@ from kvweave.server.errors import error_response
 from kvweave.server.protocol import AbortBody
 from kvweave.server.service import Service
 
+if TYPE_CHECKING:
+    from kvweave.engine.selfcheck.gate import SelfCheck
+
 _PROBE_SECONDS = 20.0
 
 
-def admin_router(service: Service, engine_config: EngineConfig) -> APIRouter:
+def admin_router(
+    service: Service, engine_config: EngineConfig, self_check: SelfCheck | None = None
+) -> APIRouter:
     """Routes outside /v1, bound to `service`."""
     router = APIRouter()
     card, engine = service.card, service.engine
@@ -66,6 +71,7 @@ def admin_router(service: Service, engine_config: EngineConfig) -> APIRouter:
             "version": kvweave.__version__,
             "max_total_tokens": now.total_tokens,
             "dp_size": 1,
+            "fuzzy_self_check_result": None if self_check is None else self_check.facts(),
             "live_requests": len(service.live),
             "kv_events": events and events.described(engine_config.cache.page_size),
             "engine": dataclasses.asdict(now),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -18,16 +19,21 @@ from kvweave.server.model_card import ModelCard
 from kvweave.server.service import Service, ServingEngine
 from kvweave.server.tokenization import tokenization_router
 
+if TYPE_CHECKING:
+    from kvweave.engine.selfcheck.gate import SelfCheck
+
 
 def build_app(
     engine: ServingEngine,
     card: ModelCard,
     config: ServerConfig,
     engine_config: EngineConfig | None = None,
+    self_check: SelfCheck | None = None,
 ) -> FastAPI:
     """An ASGI application that answers for `engine`, which it starts and stops with itself.
 
-    `app.state.service` is the Service behind the routes. `engine_config` is only shown.
+    `app.state.service` is the Service behind the routes. `engine_config` and `self_check` are only
+    shown.
     """
     service = Service(engine, card, config)
 
@@ -52,7 +58,7 @@ def build_app(
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
     app.include_router(tokenization_router(service))
-    app.include_router(admin_router(service, engine_config or EngineConfig()))
+    app.include_router(admin_router(service, engine_config or EngineConfig(), self_check))
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     if config.api_key is not None:
         app.add_middleware(ApiKeyGate, api_key=config.api_key)

@@ -1,0 +1,139 @@
+"""Decides whether a model may be served with moved KV, from what it did to known prompts.
+
+A model that cannot be served so falls back to exact reuse before its engine is built: the engine
+gets another backend's name in its settings, and nothing below has to know why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from kvweave.config import EngineConfig, FuzzyConfig
+from kvweave.engine.selfcheck.cases import build_cases
+from kvweave.engine.selfcheck.measure import Measured, measure
+from kvweave.engine.selfcheck.store import key_of, recall, remember
+from kvweave.errors import UnsupportedModelError
+from kvweave.models.loading import LoadedModel
+from kvweave.models.progress import Progress, silent
+from kvweave.prefix.registry import exact_form
+
+_log = logging.getLogger("kvweave.engine")
+
+OFF, REQUIRE = "off", "require"
+"""Values of --fuzzy-self-check beside "on"."""
+_ENOUGH = 6
+"""Prompts that must have been served with moved KV for a judgement."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """What was measured, and what follows from it, in a sentence."""
+
+    passed: bool
+    sentence: str
+    measured: tuple[Measured, ...]
+    """The prompts that were served with moved KV."""
+
+    @property
+    def kl(self) -> float | None:
+        """Of the next token, in nats, mean over prompts; None if none was served."""
+        return fmean(each.kl for each in self.measured) if self.measured else None
+
+    @property
+    def misled(self) -> int:
+        """Answers that gave the donor's fact where the prompt's own was given cold."""
+        return sum(each.misled for each in self.measured)
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "passed": self.passed,
+            "sentence": self.sentence,
+            "prompts": len(self.measured),
+            "kl_mean": self.kl,
+            "decoy_answers": self.misled,
+        }
+
+
+def guarded(
+    config: EngineConfig, loaded: LoadedModel, progress: Progress = silent
+) -> tuple[EngineConfig, SelfCheck | None]:
+    """The settings to start an engine with: `config`, or its exact form if the model fails.
+
+    None without a check: the backend is exact, or the check is switched off. UnsupportedModelError
+    if the model fails and --fuzzy-self-check is `require`, or if its keys cannot be moved at all.
+    """
+    exact = exact_form(config.cache.prefix_cache_backend)
+    if exact is None or config.fuzzy.fuzzy_self_check == OFF:
+        return config, None
+    check = check_model(config, loaded, progress)
+    if check.passed:
+        _log.info("%s", check.sentence)
+        return config, check
+    if config.fuzzy.fuzzy_self_check == REQUIRE:
+        raise UnsupportedModelError(check.sentence)
+    _log.warning("%s", check.sentence)
+    cache = replace(config.cache, prefix_cache_backend=exact)
+    return replace(config, cache=cache), check
+
+
+def check_model(
+    config: EngineConfig, loaded: LoadedModel, progress: Progress = silent, *, afresh: bool = False
+) -> SelfCheck:
+    """Judge a model under the settings of an approximate backend; takes about a minute at most.
+
+    Unless `afresh`, figures of an earlier check of the same model, settings and version are used.
+    """
+    cases = build_cases(loaded.tokenizer)
+    key = key_of(config, loaded, cases)
+    measured = None if afresh else recall(key)
+    if measured is None:
+        measured = measure(cases, config, loaded, progress)
+        remember(key, measured)
+    return judge(loaded.name, measured, config)
+
+
+def judge(name: str, measured: Sequence[Measured], config: EngineConfig) -> SelfCheck:
+    """Whether the figures keep to the thresholds, said of the model called `name`."""
+    served = tuple(each for each in measured if each.moved)
+    check = SelfCheck(True, "", served)
+    reasons = _reasons(check, len(measured), config.fuzzy)
+    if reasons:
+        exact = exact_form(config.cache.prefix_cache_backend)
+        sentence = (
+            f"{name} is served with exact reuse only ({exact}): {', and '.join(reasons)}; to move "
+            "text all the same, raise that limit or say --fuzzy-self-check off"
+        )
+        return replace(check, passed=False, sentence=sentence)
+    sentence = (
+        f"{name} may be served with text that moved: of {len(served)} prompts, the next token's KL "
+        f"is {check.kl:.3f} nats in the mean, and {check.misled} gave a donor's fact"
+    )
+    return replace(check, sentence=sentence)
+
+
+def _reasons(check: SelfCheck, tried: int, limits: FuzzyConfig) -> list[str]:
+    """What speaks against moving this model's KV, each as part of a sentence."""
+    if len(check.measured) < _ENOUGH or check.kl is None:
+        return [
+            f"only {len(check.measured)} of {tried} prompts that fit into its context could be "
+            "served with moved text under these flags, too few to judge it"
+        ]
+    found = []
+    most_kl, most_misled = limits.fuzzy_self_check_max_kl, limits.fuzzy_self_check_max_decoys
+    if not check.kl <= most_kl:  # not a number is no divergence that anyone could accept
+        found.append(
+            f"moved text changes what it says next by {check.kl:.3f} nats (KL, the mean of "
+            f"{len(check.measured)} prompts; --fuzzy-self-check-max-kl allows {most_kl:g})"
+        )
+    if check.misled > most_misled:
+        asked = sum(each.cold == "gold" for each in check.measured)
+        found.append(
+            f"{check.misled} of {asked} answers gave the fact of another, nearly equal text, where "
+            f"it answers rightly cold (--fuzzy-self-check-max-decoys allows {most_misled})"
+        )
+    return found

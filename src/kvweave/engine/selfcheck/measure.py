@@ -1,0 +1,123 @@
+"""Serves every prompt cold and with moved KV, on an engine of its own, and compares the two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvweave.config import EngineConfig, SchedulerConfig
+from kvweave.engine.building import build_machinery
+from kvweave.engine.engine import Engine
+from kvweave.engine.probe import Probe
+from kvweave.engine.selfcheck.agreement import kl_divergence, verdict
+from kvweave.engine.selfcheck.cases import Case
+from kvweave.engine.types import GenerateRequest, SamplingParams
+from kvweave.errors import KvweaveError
+from kvweave.kv.pool import IntArray
+from kvweave.models.loading import LoadedModel
+from kvweave.models.progress import Progress, silent
+
+ANSWER = 20
+"""Most tokens of an answer in which a fact is looked for."""
+_SECONDS = 50.0
+_LEAST = 6
+"""Cases that are measured however long they take."""
+_WHAT = "Checking moved KV"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One prompt, cold and warm. `kl`: of its next token, in nats; `moved`: tokens so served.
+
+    `cold` and `warm` say which fact the answers gave, gold, decoy or neither; None: none was asked.
+    """
+
+    kind: str
+    kl: float
+    same_top: bool
+    moved: int
+    cold: str | None = None
+    warm: str | None = None
+
+    @property
+    def misled(self) -> bool:
+        """The donor's fact was given where the prompt's own is given cold."""
+        return self.cold == "gold" and self.warm == "decoy"
+
+
+def measure(
+    cases: Sequence[Case], config: EngineConfig, loaded: LoadedModel, progress: Progress = silent
+) -> list[Measured]:
+    """The cases that this model's context holds, as many as fit into the time, in order."""
+    fitting = [case for case in cases if _longest(case) + ANSWER <= loaded.context_length]
+    if not fitting:
+        return []
+    bench = _Bench(config, loaded, max(map(_longest, fitting)))
+    deadline = time.monotonic() + _SECONDS
+    measured: list[Measured] = []
+    for case in fitting:
+        if len(measured) >= _LEAST and time.monotonic() > deadline:
+            break
+        progress(_WHAT, len(measured), len(fitting))
+        measured.append(bench.measure(case))
+    progress(_WHAT, len(fitting), len(fitting))
+    return measured
+
+
+def _longest(case: Case) -> int:
+    return max(len(case.donor), len(case.recipient))
+
+
+class _Bench:
+    """A small engine with the flags of the one that is to be started, and a probe inside."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, longest: int) -> None:
+        page = config.cache.page_size
+        # Donor and recipient, each with an answer and a page that is not full.
+        room = 2 * (longest + ANSWER + page)
+        cache = replace(config.cache, max_total_tokens=-(-room // page) * page)
+        config = replace(config, cache=cache, scheduler=SchedulerConfig())
+        machinery = build_machinery(config, loaded)
+        self.probe = Probe(machinery.runner)
+        self.engine = Engine(config, loaded, replace(machinery, runner=self.probe))
+        self._decode = loaded.tokenizer.decode
+
+    def measure(self, case: Case) -> Measured:
+        tokens = ANSWER if case.gold is not None else 1
+        self._serve(case.recipient, tokens, fuzzy=False)
+        cold = self.probe.trace()
+        self._serve(case.donor, 1, fuzzy=False, afresh=True)
+        moved = self._serve(case.recipient, tokens, fuzzy=True, afresh=False)
+        warm = self.probe.trace()
+        facts = []
+        for trace in (cold, warm) if case.gold is not None else ():
+            text = self._decode(trace.tokens, skip_special_tokens=True)
+            facts.append(verdict(text, case.gold or "", case.decoy))
+        return Measured(
+            case.kind,
+            float(kl_divergence(cold.logits[:1], warm.logits[:1])[0]),
+            bool(cold.logits[0].argmax() == warm.logits[0].argmax()),
+            moved,
+            *facts,
+        )
+
+    def _serve(self, prompt: IntArray, tokens: int, *, fuzzy: bool, afresh: bool = True) -> int:
+        """Answer greedily, with an empty cache if `afresh`; how many tokens came from elsewhere."""
+        if afresh:
+            self.engine.flush_cache()
+        self.probe.begin()
+        request = GenerateRequest(
+            rid="self-check",
+            prompt_ids=tuple(prompt.tolist()),
+            sampling=SamplingParams(max_tokens=tokens, temperature=0.0),
+            fuzzy=fuzzy,
+        )
+        self.engine.add(request)
+        moved = 0
+        while self.engine.has_work:
+            for delta in self.engine.step():
+                if delta.error is not None:
+                    raise KvweaveError(f"the self-check failed: {delta.error}")
+                moved = delta.usage.moved_tokens + delta.usage.refreshed_tokens
+        return moved
