@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from kvweave.fuzzy.facts.base import Token
 from kvweave.fuzzy.facts.wordlists import words
 
-ARTICLES = words("a an the")
 NEGATIONS = words(
     "not no never none nothing nobody nowhere neither nor without hardly barely scarcely non"
 )
@@ -19,6 +18,8 @@ QUESTIONS = words("what who whose when where why how how-to how-many how-much ho
 AUXILIARIES = words(
     "be was have has had will would can could may might must should shall did do does"
 )
+MODALS = words("can could may might must should shall will would")
+SUBJECTS = words("i you we they he she it")
 PREPOSITIONS = words(
     """about above across after against along among around as at because before behind below
     beneath beside besides between beyond by despite down during except for from if in inside into
@@ -32,10 +33,31 @@ REFERS_BACK = words(
     previous"""
 )
 """Words that lean on the sentence before, which may then not be moved away from it."""
-BEFORE_DO = words(
-    "i you we they he she it to can could may might must should shall will would please not"
+SUBORDINATES = words(
+    """that who whose where if unless or either whether say says said think thinks thought believe
+    believes believed claim claims claimed know knows knew hope hopes hoped expect expects expected
+    told report reports reported state states stated deny denies denied doubt doubts doubted"""
 )
+"""Where one of them stands, what follows may be no statement of its own."""
+BEFORE_DO = SUBJECTS | MODALS | words("to please not")
 """Behind these, "do" is something that is done; elsewhere it only helps to ask or to negate."""
+
+_BEGIN_NO_ORDER = (
+    QUANTIFIERS | QUESTIONS | AUXILIARIES | PREPOSITIONS | SUBJECTS | REFERS_BACK
+    | words("a an the my your his her its our their there here")
+)  # fmt: skip
+_FOLLOW_ORDERS = (
+    QUANTIFIERS | PREPOSITIONS
+    | words("a an the my your his her its our their it them him me us this that these those")
+)  # fmt: skip
+
+
+def is_order(sentence: Sequence[Token]) -> bool:
+    """Whether a sentence seems to tell what to do: then its place among others matters."""
+    if len(sentence) < 2 or not sentence[0].is_word or sentence[0].value in _BEGIN_NO_ORDER:
+        return False
+    return sentence[1].value in _FOLLOW_ORDERS or sentence[1].kind == "number"
+
 
 _FILLERS = words("um umm uh er erm hmm please kindly")
 _OPENERS = words("hi hello hey hiya howdy so ok okay oh")
@@ -67,11 +89,12 @@ def without_fillers(sentence: Sequence[Token]) -> list[Token]:
     while start < len(sentence) and sentence[start].value in _OPENERS | _FILLERS:
         start += 1
     # In capitals, ER is a place in a hospital.
-    return [
+    kept = [
         token
         for token in sentence[start:]
         if not (token.kind == "word" and token.value in _FILLERS)
     ]
+    return kept or list(sentence)  # "OK." answers something
 
 
 _ENGLISH = NEGATIONS | words(

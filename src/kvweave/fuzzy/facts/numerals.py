@@ -93,7 +93,7 @@ def spoken(said: Sequence[str]) -> tuple[int, int] | None:
         total, at, smallest = total + value * scale, at + taken + (scale > 1), scale
         if scale == 1:
             break
-        if said[at : at + 1] == ["and"] and (rest := _below_hundred(said[at + 1 :])):
+        if said[at : at + 1] == ["and"] and (rest := _rest(said[at + 1 :])):
             return total + rest[0], at + 1 + rest[1]
     return (total, at) if at else None
 
@@ -106,8 +106,16 @@ def _below_thousand(said: Sequence[str]) -> tuple[int, int] | None:
         return found
     value, taken = 100 * found[0], found[1] + 1
     linked = taken + (said[taken : taken + 1] == ["and"])
-    rest = _below_hundred(said[linked:])
+    rest = _rest(said[linked:]) if linked > taken else _below_hundred(said[taken:])
     return (value + rest[0], linked + rest[1]) if rest else (value, taken)
+
+
+def _rest(said: Sequence[str]) -> tuple[int, int] | None:
+    """What follows "hundred and": below a hundred, and not another number's beginning."""
+    found = _below_hundred(said)
+    if found and said[found[1] : found[1] + 1] and said[found[1]] in ("hundred", *_SCALES):
+        return None
+    return found
 
 
 def _below_hundred(said: Sequence[str]) -> tuple[int, int] | None:

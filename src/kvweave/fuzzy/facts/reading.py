@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvweave.fuzzy.facts import english, wording
@@ -44,7 +45,7 @@ def read(text: str) -> Reading:
     for part, asks in _parts(compose(tokens)):
         said = english.without_fillers(_without_courtesies(part, first=not sentences))
         if said:
-            sentences.append(_Interpreter(said, asks).sentence())
+            sentences += _Interpreter(said, asks).sentences()
     rigid = any(token.kind == "foreign" for token in tokens)
     return Reading(tuple(sentences), names, rigid)
 
@@ -88,13 +89,17 @@ class _Interpreter:
     """Writes one sentence anew: synonyms and frames replaced, what carries no fact left out."""
 
     def __init__(self, part: Sequence[Token], asks: bool) -> None:
-        self.items = _without_articles(part)
-        self.said = [token.value if token.is_word else "" for token in self.items]
+        self.items = list(part)
+        self.said = [token.value if token.is_word else "" for token in part]
         self.asks = asks
+        self.denies = not english.NEGATIONS.isdisjoint(self.said)
         self.facts: list[Token] = []
         self.turns: list[int] = []
+        self.joints: list[int] = []
+        """Where one clause may end and another begin."""
 
-    def sentence(self) -> Sentence:
+    def sentences(self) -> Iterator[Sentence]:
+        """The sentence, or one for each of its clauses that could stand alone."""
         at = self._behind_introduction()
         begins = True
         while at < len(self.items):
@@ -108,10 +113,14 @@ class _Interpreter:
                 self.facts.append(item)
                 at += 1
             begins = item.kind == "comma"
-        clings = any(
-            fact.kind == "ordinal" or fact.value in english.REFERS_BACK for fact in self.facts
-        )
-        return Sentence(tuple(self.facts), tuple(self.turns), self.asks, clings)
+        is_order = english.is_order(self.items)
+        for start, end in self._clauses():
+            facts = tuple(self.facts[start:end])
+            clings = is_order or any(
+                fact.kind == "ordinal" or fact.value in english.REFERS_BACK for fact in facts
+            )
+            turns = tuple(turn - start for turn in self.turns if start < turn < end)
+            yield Sentence(facts, turns, self.asks, clings)
 
     def _behind_introduction(self) -> int:
         """Where the question starts behind "could you tell me" and the like."""
@@ -128,12 +137,14 @@ class _Interpreter:
             for place, token in enumerate(around, at - 1)
         ):
             self.facts.append(self.items[at])
-        self._turn()
+        self.joints.append(len(self.facts))
+        if self.facts and self.facts[0].value in english.PREPOSITIONS:
+            self._turn()
 
     def _clause_begins(self, at: int) -> int:
         """The index behind "is it possible to", if the clause begins so; else 0."""
         self.asks = self.asks or self.said[at] in _STARTS_QUESTION
-        found = _phrase(wording.CAN_I, self.said, at)
+        found = _phrase(wording.MAY_I, self.said, at)
         if not found:
             return 0
         self.asks = True
@@ -149,10 +160,11 @@ class _Interpreter:
             self.facts.append(Token("symbol", symbol))
             return behind
         found = _phrase(wording.PHRASES, self.said, at)
+        if not found and not self.denies:
+            found = _phrase(wording.MUST, self.said, at)
         if not found:
             if not self._only_helps(at):
-                self._write(wording.canonical(self.said[at].lower()) if len(self.said[at]) > 1
-                            else self.said[at])  # fmt: skip
+                self._write(self._canonical(at))
             return at + 1
         meaning, at = found
         self._write(*meaning)
@@ -162,16 +174,29 @@ class _Interpreter:
             at += 1
         return at
 
+    def _canonical(self, at: int) -> str:
+        word = self.said[at]
+        if len(word) == 1:
+            return "a" if word == "A" and not self.facts else word
+        return wording.canonical(word.lower())
+
     def _is_number(self, at: int) -> bool:
         return at < len(self.items) and self.items[at].kind == "number"
 
     def _write(self, *said: str) -> None:
         for word in said:
-            if word in english.PREPOSITIONS:
+            if word in english.PREPOSITIONS and not (word == "because" and self.denies):
                 self._turn()
+            elif word == "and":
+                self.joints.append(len(self.facts))
             self.facts.append(Token("word", word))
+            before = self.facts[-2].value if len(self.facts) > 1 else ""
+            if word in english.SUBJECTS and before in english.MODALS:
+                # What must I bring: what I must bring. That it is asked, is noted apart.
+                self.facts[-2:] = self.facts[:-3:-1]
 
     def _turn(self) -> None:
+        """What comes next may as well stand first."""
         if self.facts and self.turns[-1:] != [len(self.facts)]:
             self.turns.append(len(self.facts))
 
@@ -183,19 +208,27 @@ class _Interpreter:
         before = self.said[at - 1] if at else ""
         return behind == ["not"] or (bool(behind) and before not in english.BEFORE_DO)
 
+    def _clauses(self) -> Iterator[tuple[int, int]]:
+        """Where the clauses of the sentence begin and end; "and" between two belongs to none."""
+        start, length = 0, len(self.facts)
+        said = [fact.value for fact in self.facts]
+        if not self.asks and english.SUBORDINATES.isdisjoint(said):
+            for joint, end in pairwise([*self.joints, length]):
+                behind = joint + (said[joint : joint + 1] == ["and"])
+                if _is_clause(said[start:joint]) and _is_clause(said[behind:end]):
+                    yield start, joint
+                    start = behind
+        yield start, length
 
-def _without_articles(part: Sequence[Token]) -> list[Token]:
-    """An article stands in front of something; plan A and vitamin a do not have one."""
-    return [
-        token
-        for at, token in enumerate(part)
-        if not (
-            token.is_word
-            and (token.value in english.ARTICLES or (token.value == "A" and at == 0))
-            and at + 1 < len(part)
-            and part[at + 1].kind not in ("comma", "symbol")
-        )
-    ]
+
+def _is_clause(said: Sequence[str]) -> bool:
+    """Whether it could stand alone: it has a verb, and somebody whose verb it is."""
+    return (
+        len(said) > 2
+        and said[0] not in english.PREPOSITIONS
+        and said[0] not in english.AUXILIARIES
+        and not english.AUXILIARIES.isdisjoint(said)
+    )
 
 
 def _phrase(

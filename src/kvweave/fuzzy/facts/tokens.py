@@ -39,7 +39,7 @@ _COMMAS = frozenset(",\uff0c\u3001\u060c")
 _APOSTROPHES = frozenset("'\u2019")
 _QUOTES = frozenset("\"'`\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb")
 _MINUS = frozenset("-\u2212\u2013")
-_LONG_DASHES = frozenset(("\u2014", "--"))
+_LONG_DASHES = frozenset(("\u2014", "\u2013", "--"))
 _SAME_SYMBOL = {"\u2264": "<=", "\u2265": ">=", "\u2260": "!=", "\u2248": "~", "\u00d7": "*",
                 "\u00f7": "/"}  # fmt: skip
 _TITLES = words("mr mrs ms dr prof st jr sr vs no approx dept inc ltd etc fig")
@@ -84,18 +84,17 @@ def _chunk_tokens(chunk: str) -> tuple[Token, ...]:
 
 
 def _symbol(piece: str, before: str, after: str) -> Token:
-    """One symbol, by what stands around it: a minus sign, a hyphen or a dash between phrases."""
-    if piece in _COMMAS:
+    """One symbol, by what stands around it: a sign, a dash between phrases, an apostrophe."""
+    if piece in _COMMAS or piece in _LONG_DASHES:
         return _COMMA
     if piece[0] in _ENDS:
         return _QUESTION_MARK if piece in _ASKING else _END
-    within = bool(before) and (before[-1].isalnum() or before[-1] in ")]")
-    if (piece in _MINUS or piece == "+") and not within and after and after.isdigit():
-        return Token("sign", "+" if piece == "+" else "-")
-    if (piece in _MINUS or piece == "+") and not within and after in CURRENCY_SIGNS:
-        return Token("sign", "+" if piece == "+" else "-")
-    if piece in _LONG_DASHES or ((piece in _MINUS or piece == "\u2022") and not (before and after)):
-        return _COMMA
+    begins = not before or not (before[-1].isalnum() or before[-1] in ")]")
+    if begins and (after.isdigit() or after in CURRENCY_SIGNS):
+        if piece in _MINUS:
+            return Token("sign", "-")
+        if piece == "+":
+            return Token("sign", "+")
     if piece in _APOSTROPHES and before[-1:] in ("s", "S") and before[0] not in _QUOTES:
         return Token("word", "'s")  # the students' books
     return Token("symbol", '"' if piece in _QUOTES else _SAME_SYMBOL.get(piece, piece))

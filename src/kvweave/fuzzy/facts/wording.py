@@ -10,7 +10,6 @@ from functools import lru_cache
 from itertools import product
 from typing import TypeAlias
 
-from kvweave.fuzzy.facts.english import ARTICLES
 from kvweave.fuzzy.facts.spelling import american
 from kvweave.fuzzy.facts.wordlists import lines, table, words
 
@@ -25,14 +24,14 @@ choose select
 repair mend
 obtain acquire
 show display
-change switch modify alter
+change switch
+modify alter
 allow permit
 forbid prohibit
 silence mute
 need require
 reply respond
 close shut
-increase raise
 reduce decrease
 finish complete
 get receive
@@ -81,7 +80,6 @@ thursday thu thur thurs
 friday fri
 who whom
 what which
-regarding concerning
 while whilst
 among amongst
 toward towards
@@ -113,14 +111,16 @@ be is are am been being
 was were
 """)
 _PHRASES = table("""
-when: what time, at what time
+what time: at what time
 why: how come
 how-many: how many
 how-much: how much
 how-long: how long
 how-long take: how long does it take
 how-long will take: how long will it take
-what be price of: how much is, how much are, what is cost of, what is price for
+what be the price of: how much is, how much are, what is the cost of, what is the price for
+what be the price of: what is the price of
+how-much you charge: what do you charge, how much do you charge
 you have: have you got
 i have: i have got
 set-up: set up, setup
@@ -140,7 +140,7 @@ to: in order to, so as to
 because of: due to, owing to
 before: prior to
 despite: in spite of
-about: with regard to, with respect to
+about: regarding, with regard to, with respect to
 and: as well as
 for example: for instance, eg
 that is: ie
@@ -159,29 +159,30 @@ ask: could you tell me, can you tell me, would you tell me, tell me, let me know
 ask: can you let me know, could you let me know, i would like to know, i want to know
 ask: i was wondering, i wonder, may i ask, can i ask, could i ask
 """)
-_CAN_I = table("""
-can i: could i, may i, am i able to, am i allowed to, is it possible to, is it possible for me to
+_MAY_I = table("""
+i can: can i, could i, am i able to, is it possible to, is it possible for me to
+i may: may i, am i allowed to
 """)
 
 
 def _frames() -> dict[str, str]:
     """How one does something, in its many frames; where and to whom; why not."""
     found = dict.fromkeys(("how to", "how i", "how i can"), "how-to")
-    found |= {f"how {verb} i": "how-to" for verb in ("do", "can", "could", "would", "should")}
+    found |= {f"how {verb} i": "how-to" for verb in ("do", "can", "could", "would")}
     nouns = ("way", "steps", "process", "procedure", "method")
     for verb, noun, link in product(("is", "are"), nouns, ("to", "for", "of")):
-        found[f"what {verb} {noun} {link}"] = "how-to"
+        found[f"what {verb} the {noun} {link}"] = "how-to"
     needs = ("do i need to do", "do i have to do", "should i do")
     found |= {f"what {need} to": "how-to" for need in (*needs, "steps do i take")}
-    for question, verb in product(("where", "who"), ("do", "can", "could", "should", "would")):
-        found[f"{question} {verb} i"] = f"{question} i"
+    found |= {f"where {verb} i": "where i" for verb in ("do", "can", "could")}
+    found |= {f"who {verb} i": "who i" for verb in ("do", "should")}
     return found | {f"why {verb} not": "why not" for verb in ("do", "does", "will", "is", "are")}
 
 
 def _indexed(phrases: dict[str, str]) -> Phrases:
     index: Phrases = {}
     for phrase, meaning in phrases.items():
-        said = tuple(word for word in phrase.split() if word not in ARTICLES)
+        said = tuple(phrase.split())
         index.setdefault(said[0], []).append((said, tuple(meaning.split())))
     for choices in index.values():
         choices.sort(key=lambda choice: -len(choice[0]))
@@ -192,8 +193,10 @@ PHRASES = _indexed(_PHRASES | _frames())
 """Anywhere in a sentence."""
 ABOUT_TO_ASK = _indexed(_ABOUT_TO_ASK)
 """At the beginning, if a question follows."""
-CAN_I = _indexed(_CAN_I)
+MAY_I = _indexed(_MAY_I)
 """Where a clause begins."""
+MUST = _indexed(table("must: need to, needs to"))
+"""Where nothing is negated: one who need not may, and one who must not may not."""
 COMPARISONS = _indexed(
     table("""
 <: less than, fewer than, smaller than, lower than, below, under
