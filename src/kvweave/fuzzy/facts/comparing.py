@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from kvweave.fuzzy.facts import english, wording
+from kvweave.fuzzy.facts import english
 from kvweave.fuzzy.facts.base import Token
+from kvweave.fuzzy.facts.phrases import COMPARISON_SIGNS
 from kvweave.fuzzy.facts.reading import Reading, Sentence
 
 _Block: TypeAlias = "tuple[Sentence, ...]"
@@ -93,7 +94,7 @@ def _kind(token: Token, names: frozenset[str]) -> str:
     """What a token is called in a sentence about it."""
     if token.kind in _CALLED:
         return _CALLED[token.kind]
-    if token.value in wording.COMPARISON_SIGNS:
+    if token.value in COMPARISON_SIGNS:
         return "comparisons"
     if not token.is_word:
         return "marks"

@@ -59,9 +59,9 @@ def is_order(sentence: Sequence[Token]) -> bool:
     return sentence[1].value in _FOLLOW_ORDERS or sentence[1].kind == "number"
 
 
-_FILLERS = words("um umm uh er erm hmm please kindly")
+_FILLERS = words("um umm uh er erm hmm please pls plz kindly basically")
 _OPENERS = words("hi hello hey hiya howdy so ok okay oh")
-_COURTESIES = words("hi hello hey hiya howdy thanks thank cheers greetings please")
+_COURTESIES = words("hi hello hey hiya howdy thanks thank thx cheers greetings please pls plz")
 _AROUND_COURTESIES = words(
     """there team all everyone you so very much many lots in advance again good morning afternoon
     evening day for your the a help time"""

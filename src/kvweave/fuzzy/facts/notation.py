@@ -33,6 +33,8 @@ def word_tokens(word: str) -> tuple[Token, ...]:
 
 def blob_tokens(blob: str) -> tuple[Token, ...]:
     """Words and numerals if it can be read so, else one identifier that must recur as it is."""
+    if len(blob) == 1 and unicodedata.category(blob) == "No":
+        return (Token("number", unicodedata.normalize("NFKC", blob).replace("\u2044", "/")),)
     if _LETTERS.fullmatch(blob):
         if not _is_latin(blob):
             return (Token("foreign", blob),)
@@ -56,8 +58,6 @@ def blob_tokens(blob: str) -> tuple[Token, ...]:
             return (*first, Token("word", "to"), *last)
     if _FRACTION.fullmatch(blob):
         return (Token("number", blob),)
-    if len(blob) == 1 and unicodedata.category(blob) == "No":
-        return (Token("number", unicodedata.normalize("NFKC", blob).replace("\u2044", "/")),)
     parts = blob.split("/")
     if len(parts) > 1 and all(_LETTERS.fullmatch(part) and _is_latin(part) for part in parts):
         found = list(blob_tokens(parts[0]))

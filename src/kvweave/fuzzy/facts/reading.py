@@ -7,9 +7,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvweave.fuzzy.facts import english, wording
+from kvweave.fuzzy.facts import english, phrases
 from kvweave.fuzzy.facts.base import Token
 from kvweave.fuzzy.facts.composing import compose
+from kvweave.fuzzy.facts.synonyms import canonical, verb
 from kvweave.fuzzy.facts.tokens import tokens_of
 
 _STARTS_QUESTION = english.AUXILIARIES | english.QUESTIONS
@@ -38,7 +39,11 @@ class Reading(NamedTuple):
 def read(text: str) -> Reading:
     """The reading of a text, remembered: a donor is compared with many recipients."""
     tokens = tokens_of(text)
-    names = frozenset(token.value for token in tokens if token.kind == "name")
+    names = frozenset(
+        token.value
+        for before, token in pairwise(tokens)
+        if token.kind == "name" and before.kind != "end"
+    )
     if not english.is_english(tokens):
         return Reading((Sentence(tuple(tokens), (), False, False),), names, rigid=True)
     sentences: list[Sentence] = []
@@ -124,7 +129,7 @@ class _Interpreter:
 
     def _behind_introduction(self) -> int:
         """Where the question starts behind "could you tell me" and the like."""
-        found = _phrase(wording.ABOUT_TO_ASK, self.said, 0)
+        found = phrases.longest(phrases.ABOUT_TO_ASK, self.said, 0)
         if not found or found[1] == len(self.said):
             return 0
         return found[1] if self.said[found[1]] in english.QUESTIONS else 0
@@ -138,13 +143,13 @@ class _Interpreter:
         ):
             self.facts.append(self.items[at])
         self.joints.append(len(self.facts))
-        if self.facts and self.facts[0].value in english.PREPOSITIONS:
+        if self.facts and self._may_lead(self.facts[0].value):
             self._turn()
 
     def _clause_begins(self, at: int) -> int:
         """The index behind "is it possible to", if the clause begins so; else 0."""
         self.asks = self.asks or self.said[at] in _STARTS_QUESTION
-        found = _phrase(wording.MAY_I, self.said, at)
+        found = phrases.longest(phrases.MAY_I, self.said, at)
         if not found:
             return 0
         self.asks = True
@@ -153,39 +158,45 @@ class _Interpreter:
 
     def _word(self, at: int) -> int:
         """Write what the words at `at` mean; the index behind them."""
-        compared = _phrase(wording.COMPARISONS, self.said, at)
+        if self.said[at] in phrases.PHRASE_BEGINS and (end := self._phrase(at)):
+            return end
+        if not self._only_helps(at):
+            self._write(self._canonical(at))
+        return at + 1
+
+    def _phrase(self, at: int) -> int:
+        """Write what several words mean together; the index behind them, or 0 if nothing."""
+        compared = phrases.longest(phrases.COMPARISONS, self.said, at)
         if compared and self._is_number(compared[1]):
-            (symbol,), behind = compared
+            (symbol,), end = compared
             self._turn()
             self.facts.append(Token("symbol", symbol))
-            return behind
-        found = _phrase(wording.PHRASES, self.said, at)
+            return end
+        found = phrases.longest(phrases.PHRASES, self.said, at)
         if not found and not self.denies:
-            found = _phrase(wording.MUST, self.said, at)
+            found = phrases.longest(phrases.MUST, self.said, at)
         if not found:
-            if not self._only_helps(at):
-                self._write(self._canonical(at))
-            return at + 1
-        meaning, at = found
+            return 0
+        meaning, end = found
         self._write(*meaning)
         self.asks = self.asks or meaning[0] in english.QUESTIONS
-        if meaning == ("how-to",) and at < len(self.items) and self.said[at]:
-            self._write(wording.verb(self.said[at]))
-            at += 1
-        return at
+        if meaning == ("how-to",) and end < len(self.items) and self.said[end]:
+            self._write(verb(self.said[end]))
+            end += 1
+        return end
 
     def _canonical(self, at: int) -> str:
         word = self.said[at]
         if len(word) == 1:
             return "a" if word == "A" and not self.facts else word
-        return wording.canonical(word.lower())
+        return canonical(word.lower())
 
     def _is_number(self, at: int) -> bool:
         return at < len(self.items) and self.items[at].kind == "number"
 
     def _write(self, *said: str) -> None:
         for word in said:
-            if word in english.PREPOSITIONS and not (word == "because" and self.denies):
+            if self._may_lead(word):
                 self._turn()
             elif word == "and":
                 self.joints.append(len(self.facts))
@@ -194,6 +205,13 @@ class _Interpreter:
             if word in english.SUBJECTS and before in english.MODALS:
                 # What must I bring: what I must bring. That it is asked, is noted apart.
                 self.facts[-2:] = self.facts[:-3:-1]
+
+    def _may_lead(self, word: str) -> bool:
+        """Whether the phrase that begins with `word` says the same in front of the sentence.
+
+        "I do not pay because of Bob" may mean that somebody else is the reason.
+        """
+        return word in english.PREPOSITIONS and not (word == "because" and self.denies)
 
     def _turn(self) -> None:
         """What comes next may as well stand first."""
@@ -229,14 +247,3 @@ def _is_clause(said: Sequence[str]) -> bool:
         and said[0] not in english.AUXILIARIES
         and not english.AUXILIARIES.isdisjoint(said)
     )
-
-
-def _phrase(
-    phrases: wording.Phrases, said: Sequence[str], at: int
-) -> tuple[tuple[str, ...], int] | None:
-    """The meaning of the longest phrase that begins at `at`, and the index behind it."""
-    for words, meaning in phrases.get(said[at], ()):
-        end = at + len(words)
-        if tuple(said[at:end]) == words:
-            return meaning, end
-    return None

@@ -1,0 +1,243 @@
+"""Near misses, kind by kind: each pair differs in one fact, and none may be served."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvweave.fuzzy.facts import differing
+
+REFUSED = {
+    "negation": """
+        The deposit is refundable. | The deposit is not refundable.
+        The deposit is refundable. | The deposit is non-refundable.
+        You can cancel at any time. | You can't cancel at any time.
+        You can cancel at any time. | You cannot cancel at any time.
+        Please cancel it. | Please don't cancel it.
+        They always pay. | They never pay.
+        He still works here. | He no longer works here.
+        Travel with a visa. | Travel without a visa.
+        It is safe with alcohol. | It is unsafe with alcohol.
+        Nobody was hurt. | Somebody was hurt.
+        I need not pay. | I must not pay.
+        You don't need to pay. | You must not pay.
+        I do not pay because of Bob. | Because of Bob, I do not pay.
+        Neither of them came. | Both of them came.
+        He hardly slept. | He slept.
+    """,
+    "antonyms": """
+        How do I increase the limit? | How do I decrease the limit?
+        How do I enable alerts? | How do I disable alerts?
+        Allow pop-ups in the browser. | Deny pop-ups in the browser.
+        Turn on the heating. | Turn off the heating.
+        What does the policy include? | What does the policy exclude?
+        The gate is open. | The gate is closed.
+        We buy gold. | We sell gold.
+        How do I subscribe? | How do I unsubscribe?
+        Opt in to the scheme. | Opt out of the scheme.
+        Log in to the site. | Log out of the site.
+        How do I lock the card? | How do I unlock the card?
+        Sign the form before you pay. | Sign the form after you pay.
+        Payments are due before Friday. | Payments are due after Friday.
+    """,
+    "roles": """
+        Alice owes Bob 5 dollars. | Bob owes Alice 5 dollars.
+        Alice paid Bob and Carol paid Dan. | Carol paid Bob and Alice paid Dan.
+        Alice and Bob paid Carol. | Bob paid Carol and Alice.
+        Alice is owed 5 dollars. | Alice owes 5 dollars.
+        Alice is paid. | Alice paid.
+        The dog bit the man. | The man bit the dog.
+        Convert a Word file to PDF. | Convert a PDF file to Word.
+        The train from Rome to Pisa is late. | The train from Pisa to Rome is late.
+        Alice is taller than Bob. | Bob is taller than Alice.
+        The dog of Alice in the house of Bob | The dog of Bob in the house of Alice
+        I owe her money. | She owes me money.
+        My manager approved your leave. | Your manager approved my leave.
+        Alice paid. She left. Carol came. | Alice paid. Carol came. She left.
+        If A is true, B is false. C is here. | If A is true, C is here. B is false.
+        Stay if it rains, leave if it snows. | Leave if it rains, stay if it snows.
+        Open before 5, close after 9. | Open after 9, close before 5.
+        Bob said Al is in and Carol is away. | Carol is away and Bob said Al is in.
+    """,
+    "order of steps": """
+        First, sign. Then pay. | First, pay. Then sign.
+        Pour the acid. Add the water. | Add the water. Pour the acid.
+        red, green, blue | green, blue, red
+        1, 2, 3 | 2, 3, 1
+    """,
+    "numbers": """
+        It costs 15 euros. | It costs 50 euros.
+        It costs 100 euros. | It costs 1,000 euros.
+        About 1.5 percent | About 15 percent
+        She has three children. | She has four children.
+        5 of 12 passed. | 12 of 5 passed.
+        One thousand users | Ten thousand users
+        2.5 million people | 2.5 billion people
+        a 2-year contract | a 5-year contract
+        He came 2nd. | He came 3rd.
+        1/2 of the cake | 1/3 of the cake
+        from 5 to 10 people | from 10 to 5 people
+        between 5 and 10 | between 5 and 12
+        Python 3.1 | Python 3.10
+        the 1st quarter | the first half
+        1,5 | 1.5
+        He has 2 sons and 3 daughters. | He has 3 sons and 2 daughters.
+    """,
+    "units": """
+        It weighs 5 kg. | It weighs 5 lb.
+        It is 5 km away. | It is 5 miles away.
+        It is 5 km away. | It is 5000 m away.
+        It takes 60 minutes. | It takes 60 seconds.
+        It takes 1 hour. | It takes 60 minutes.
+        The price is $50. | The price is 50 euros.
+        The price is 50 USD. | The price is 50 AUD.
+        It is 50 pounds. | It is 50 lb.
+        It is £50. | It is 50 pounds.
+        10 MB | 10 Mb
+        It is 20 degrees Celsius. | It is 20 degrees Fahrenheit.
+        5 percent | 5 percentage points
+        5% of it | 5 of it
+        Take 5 mg. | Take 5 mcg.
+    """,
+    "signs": """
+        It is -20 C. | It is 20 C.
+        It is minus twenty degrees. | It is twenty degrees.
+        The change was +5%. | The change was -5%.
+        The balance is -$40. | The balance is $40.
+        It is \u221220 °C. | It is 20 °C.
+        10 - 5 | 10, 5
+        (a + b) * c | a + b * c
+    """,
+    "comparisons": """
+        if x < 5 | if x > 5
+        if x <= 5 | if x < 5
+        if x ≥ 5 | if x > 5
+        Orders under 50 euros | Orders over 50 euros
+        At least 5 people | At most 5 people
+        More than 5 people | Less than 5 people
+        up to 5 people | 5 people
+        no more than 5 people | more than 5 people
+        About 5 people | Exactly 5 people
+    """,
+    "dates and times": """
+        It starts in March. | It starts in April.
+        It starts on March 5. | It starts on April 5.
+        It starts on 5 March 2024. | It starts on 5 March 2025.
+        It starts on 2024-03-01. | It starts on 2024-01-03.
+        from March to April | from April to March
+        We meet on Monday. | We meet on Tuesday.
+        We meet on Monday. | We meet on Mondays.
+        We meet at 3pm. | We meet at 3am.
+        We meet at 3. | We meet at 3pm.
+        We meet at 3:15. | We meet at 3:50.
+        We meet at 3:00. | We meet at 3 am.
+        on 05/03/2024 | on March 5, 2024
+        We met yesterday. | We meet tomorrow.
+    """,
+    "names": """
+        Alice, Bob and Carol signed. | Alice, Bob and Dave signed.
+        the capital of Australia | the capital of Austria
+        Take amoxicillin daily. | Take atorvastatin daily.
+        She moved to the US. | She moved to us.
+        Vitamin A helps. | Vitamin B helps.
+        Vitamin A helps. | Vitamin helps.
+        I met Alice, Bob and Carol. | I met Alice Bob and Carol.
+        What is plan B? | What is plan C?
+    """,
+    "identifiers": """
+        Track order 48213. | Track order 48231.
+        Orders A-17, B-22 and C-35 are late. | Orders A-17, B-23 and C-35 are late.
+        Order 0123 | Order 123
+        Ticket INC-4471 | Ticket INC-4477
+        Restart billing-eu. | Restart billing-us.
+        Open report.txt. | Open report.csv.
+        Mail bob@example.com. | Mail bob@example.org.
+        See https://example.com/a?b=1. | See https://example.com/a?b=2.
+        See https://example.com/Ab | See https://example.com/aB
+        Commit 9f8e7d6 | Commit 9f8e7d7
+        id 123e4567-e89b-12d3-a456-426614174000 | id 123e4567-e89b-12d3-a456-426614174001
+        Install 1.2.3. | Install 1.2.4.
+        The key is aBcDeF. | The key is AbCdEf.
+        Set myName to 1. | Set myname to 1.
+        Copy /etc/hosts. | Copy /etc/host.
+        Copy C:\\a\\b.txt. | Copy C:\\a\\c.txt.
+        the iPhone 14 | the iPhone 15
+        channel #4 | channel 4
+    """,
+    "quantities": """
+        All users can log in. | Some users can log in.
+        Every user can log in. | No user can log in.
+        Most users agreed. | All users agreed.
+        Few users complained. | A few users complained.
+        Only the user can log in. | The only user can log in.
+        Any file will do. | Every file will do.
+        He ate half of it. | He ate all of it.
+        Delete the file. | Delete the files.
+    """,
+    "questions": """
+        Who signed it? | When was it signed?
+        What is the fee? | Why is there a fee?
+        How many people came? | How much did it cost?
+        Where can I park? | When can I park?
+        You paid. | You paid?
+        Can I pay by card? | Must I pay by card?
+        How long do I have to pay? | How long must I pay?
+        Is it fine? OK. Pay Bob. | Is it fine? Pay Bob.
+        When does the fair close? | What time does the fair close?
+    """,
+    "tense and form": """
+        Alice will pay. | Alice paid.
+        Alice may pay. | Alice must pay.
+        It was open. | It is open.
+        Alice should leave. | Alice could leave.
+    """,
+    "what is not understood": """
+        \u6211\u6b20\u4f60 5 | \u4f60\u6b20\u6211 5
+        Заплати Ивану | Заплати Марии
+        Hello \u4f60\u597d | Hello \u4f60
+        Ich zahle heute nicht | Ich zahle heute
+        Wo ist der Hund und die Katze? | Wo ist die Katze und der Hund?
+        Je ne paie pas la facture. | Je paie la facture.
+        No pago la factura hoy. | Pago la factura hoy.
+        Great \U0001f600 | Great \U0001f622
+        He said "no" to it. | He said no to it.
+    """,
+}
+PAIRS = [
+    pytest.param(*(text.strip() for text in line.split(" | ")), id=f"{kind}: {line.strip()}")
+    for kind, block in REFUSED.items()
+    for line in block.strip().splitlines()
+]
+
+
+@pytest.mark.parametrize(("donor", "recipient"), PAIRS)
+def test_another_fact_is_refused(donor: str, recipient: str) -> None:
+    assert differing(donor, recipient)
+    assert differing(recipient, donor)
+
+
+@pytest.mark.parametrize(("donor", "recipient"), PAIRS[::5])
+def test_it_is_refused_amid_other_text_as_well(donor: str, recipient: str) -> None:
+    around = "The notice came on Monday. {}. It was sent to every customer of the bank."
+    assert differing(around.format(donor.rstrip(".")), around.format(recipient.rstrip(".")))
+
+
+@pytest.mark.parametrize(
+    ("donor", "recipient", "reason"),
+    [
+        (
+            "It costs 5 euros.",
+            "It costs 6 euros.",
+            "numbers differ: '5 euro' in the donor,",
+        ),
+        ("It is open.", "It is not open.", "negations differ: none in the donor, 'not' in the rec"),
+        ("I saw Bob.", "I saw Dan.", "names differ: 'bob' in the donor, 'dan' in the recipient"),
+        ("if x < 5", "if x > 5", "comparisons differ: '<' in the donor, '>' in the recipient"),
+        ("on March 5", "on March 6", "dates differ: '--03-05' in the donor, '--03-06' in the"),
+        ("Bob owes Al.", "Al owes Bob.", "the same words stand in another order"),
+        ("Yes.", "Yes. " + "It was sent to every customer. " * 3, "lengths differ: 4 and 98"),
+    ],
+)
+def test_the_reason_names_the_fact(donor: str, recipient: str, reason: str) -> None:
+    found = differing(donor, recipient)
+    assert found
+    assert found.startswith(reason)
