@@ -117,9 +117,19 @@ class FuzzyConfig:
         0, "Most answers of the self-check that may give the fact of a nearly equal text."
     )
 
+    fuzzy_heal: bool = _flag(
+        False, "When idle, compute exactly what was served approximately, for whoever asks again."
+    )
+    fuzzy_heal_queue: int = _flag(256, "Prompts that may wait for that; the oldest give way.")
+
     def problems(self) -> list[str]:
         found = _positive(
-            self, "fuzzy_min_span", "fuzzy_min_suffix", "fuzzy_stride", "fuzzy_time_budget_ms"
+            self,
+            "fuzzy_min_span",
+            "fuzzy_min_suffix",
+            "fuzzy_stride",
+            "fuzzy_time_budget_ms",
+            "fuzzy_heal_queue",
         )
         found += _share(self, "fuzzy_min_reuse_ratio", "fuzzy_max_share")
         for name in ("fuzzy_self_check_max_kl", "fuzzy_self_check_max_decoys"):

@@ -50,6 +50,10 @@ class EngineDeadError(KvweaveError):
     """The engine stopped for good; nothing more will be answered."""
 
 
+class ForwardInterruptedError(KvweaveError):
+    """A forward pass was given up between two layers, as whoever ran it had asked for."""
+
+
 class IntegrityError(KvweaveError):
     """Pages, locks or counters do not add up: a bug in kvweave, never a user's."""
 

@@ -7,7 +7,8 @@ freed page, KV at another position: each changes the answer, and most are report
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvweave.config import CacheConfig, EngineConfig, SchedulerConfig
+from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, SchedulerConfig
 from kvweave.engine.batch import ForwardBatch
 from kvweave.engine.engine import Engine
 from kvweave.engine.machinery import Machinery
 from kvweave.engine.types import Completion, GenerateRequest, OutputDelta, SamplingParams
+from kvweave.errors import ForwardInterruptedError
 from kvweave.kv.pool import PagePool
 from kvweave.prefix.base import CacheOptions, PrefixCache
 from kvweave.prefix.events import EventSink
@@ -62,6 +64,16 @@ class OracleRunner:
         self.prefilled = 0
         self.before: Callable[[ForwardBatch], None] = lambda batch: None
         """A place for faults."""
+        self._wanted: Callable[[], bool] = lambda: False
+
+    @contextmanager
+    def interruptible(self, wanted: Callable[[], bool]) -> Iterator[None]:
+        """As the hook of real models: here between writing KV and reading it."""
+        self._wanted = wanted
+        try:
+            yield
+        finally:
+            self._wanted = lambda: False
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         self.batches.append(batch.tokens)
@@ -70,6 +82,8 @@ class OracleRunner:
             self.violations.append("two tokens of a batch were written to one slot")
         self.tokens[batch.slots] = batch.token_ids
         self.positions[batch.slots] = batch.positions
+        if self._wanted():
+            raise ForwardInterruptedError("wanted elsewhere")
         wanted = set(batch.logits_at.tolist())
         logits = {}
         for row in range(batch.rows):
@@ -216,6 +230,7 @@ def make_world(
     eviction: str = "lru",
     wait: bool = True,
     events: EventSink | None = None,
+    fuzzy: FuzzyConfig | None = None,
     make_cache: Callable[[PagePool, CacheOptions, OracleRunner], PrefixCache] | None = None,
     **scheduler: Any,
 ) -> World:
@@ -223,7 +238,11 @@ def make_world(
         prefix_cache_backend=backend, page_size=page_size, max_total_tokens=pool_tokens
     )
     scheduler.setdefault("random_seed", 0)
-    config = EngineConfig(cache=cache_config, scheduler=SchedulerConfig(**scheduler))
+    config = EngineConfig(
+        cache=cache_config,
+        fuzzy=fuzzy or FuzzyConfig(),
+        scheduler=SchedulerConfig(**scheduler),
+    )
     pool = PoisonedPool(pool_tokens // page_size, page_size)
     pool.runner = runner = OracleRunner(pool)
     options = CacheOptions(
@@ -236,7 +255,8 @@ def make_world(
         cache = make_cache(pool, options, runner)
     else:
         cache = create_cache(backend, pool, options, runner)
-    engine = Engine(config, fake_model(context_length), Machinery(pool, cache, runner, events))
+    machinery = Machinery(pool, cache, runner, events, runner.interruptible)
+    engine = Engine(config, fake_model(context_length), machinery)
     return World(engine, runner)
 
 

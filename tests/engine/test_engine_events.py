@@ -9,6 +9,7 @@ import pytest
 from enginekit import SHARING_BACKENDS, World, make_world, prompt, request
 from test_engine_fuzz import random_request
 from test_engine_fuzzy import DOCUMENT, fuzzy_world, wrapped
+from test_heal import healing_world, served_approximately
 
 from kvweave.errors import RequestError
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -116,6 +117,15 @@ def test_what_is_approximate_is_never_told():
     assert all(len(prefix) <= spans[0].start for _, prefix in told)
     world.run(request("exact", tokens, 12, fuzzy=False))
     assert (None, tuple(tokens[: len(tokens) // 4 * 4])) in follower.stored
+
+
+def test_what_is_healed_is_told_at_once():
+    follower = Follower()
+    world = healing_world(events=follower)
+    tokens = served_approximately(world)
+    while world.engine.heal():
+        assert set(follower.blocks.values()) == content(world)
+    assert (None, tuple(tokens[: (len(tokens) - 1) // 4 * 4])) in follower.stored
 
 
 def test_salts_are_told_apart():

@@ -178,6 +178,31 @@ def test_eviction_takes_single_pages_from_the_tail(cache_world: MakeWorld) -> No
     assert world.pool.num_free == world.pool.num_pages
 
 
+@pytest.mark.parametrize(
+    ("policy", "less_worth"), [("lru", 5), ("lfu", 3), ("slru", 3), ("priority", 2)]
+)
+def test_room_can_be_made_of_only_what_is_worth_less_than_an_entry_of_earlier(
+    cache_world: MakeWorld, policy: str, less_worth: int
+) -> None:
+    world = cache_world(eviction=policy, num_pages=8)
+    size = world.page_size
+    world.serve(text(2, size, seed=1))
+    for _ in range(2):  # which hits all but the last page
+        world.serve(text(3, size, seed=2), priority=1)
+    standing = world.cache.standing(priority=0)
+    world.serve(text(2, size, seed=3))
+    client = world.start(text(8, size, seed=4))
+    assert not world.cache.grow(client.lease, 8 * size, standing)
+    assert not len(client.lease.pages)
+    assert 7 - world.cache.cached_pages == less_worth
+    world.forget(less_worth)
+    assert world.cache.grow(client.lease, (1 + less_worth) * size, standing)
+    assert not world.cache.grow(client.lease, (2 + less_worth) * size, standing)
+    world.check()
+    client.release()
+    assert world.cache.evict(8) == 7 - less_worth
+
+
 def test_a_reset_forgets_all_and_is_refused_while_requests_live(cache_world: MakeWorld) -> None:
     world = cache_world()
     prompt = text(3, world.page_size)

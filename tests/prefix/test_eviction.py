@@ -86,8 +86,11 @@ def test_the_queue_pops_what_a_sort_would(operations: list[tuple[str, int, int]]
         elif action == "hold":
             thing.candidate = False
         elif action == "pop":
-            popped = queue.pop()
+            before = (0, more) if index % 2 else None
+            popped = queue.pop(before)
             candidates = [at for at in queued if at.candidate]
+            if before is not None:
+                candidates = [at for at in candidates if at.key < before]
             assert (popped is None) == (not candidates)
             if popped is not None:
                 assert popped.key == min(at.key for at in candidates)

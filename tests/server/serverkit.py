@@ -105,6 +105,11 @@ class FakeEngine:
             used_tokens=16 * len(self.pages),
             prompt_tokens=40,
             hit_tokens={"exact": 8, "moved": 2},
+            heals_waiting=3,
+            healed=5,
+            healed_tokens=700,
+            heals_preempted=2,
+            heals_dropped=1,
         )
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:

@@ -137,6 +137,15 @@ def test_metrics_carry_sglang_names(client, engine):
         assert value(client, f"kvweave:{name}_count") > 0
 
 
+def test_metrics_tell_what_was_healed(client):
+    assert value(client, "kvweave:num_heal_queue_prompts{") == 3
+    assert value(client, "kvweave:healed_prompts_total") == 5
+    assert value(client, "kvweave:healed_tokens_total") == 700
+    assert value(client, "kvweave:preempted_heals_total") == 2
+    assert value(client, "kvweave:dropped_heals_total") == 1
+    assert client.get("/server_info").json()["engine"]["healed"] == 5
+
+
 def test_tokens_there_and_back(client):
     answer = client.post("/tokenize", json={"prompt": "a€", "return_token_strs": True}).json()
     assert answer["count"] == 4

@@ -158,16 +158,21 @@ class AsyncEngine:
         try:
             while not self._stopping or self._inbox:
                 self._run_errands()
-                deltas = self._engine.step() if self._engine.has_work else []
+                busy = self._engine.has_work
+                deltas = self._engine.step() if busy else []
+                busy = busy or self._engine.heal(self._is_wanted)
                 self._snapshot = self._engine.snapshot()
                 self._hand_out(deltas)
-                if not (self._engine.has_work or self._stopping):
+                if not (busy or self._stopping):
                     self._wake.wait()
                     self._wake.clear()
         except Exception:
             logger.critical("the engine broke down", exc_info=True)
         finally:
             self._shut()
+
+    def _is_wanted(self) -> bool:
+        return bool(self._inbox) or self._stopping
 
     def _add(self, request: GenerateRequest, stream: AnswerStream) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ from kvweave.events import EventsConfig, open_sink
 from kvweave.kv.mover import KVMover, TensorMover
 from kvweave.kv.pool import PagePool
 from kvweave.kv.tensors import KVTensors
+from kvweave.models import hook
 from kvweave.models.loading import LoadedModel
 from kvweave.models.memory import free_bytes
 from kvweave.prefix.base import CacheOptions
@@ -55,7 +56,8 @@ def build_machinery(
     )
     runner = ModelRunner(loaded, kv, attention)
     # Last: it takes addresses, and starts a thread.
-    return Machinery(pool, cache, runner, None if wanted is None else open_sink(wanted))
+    events = None if wanted is None else open_sink(wanted)
+    return Machinery(pool, cache, runner, events, hook.interruptible)
 
 
 def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -6,6 +6,7 @@ Not thread-safe: one thread adds, aborts and steps. AsyncEngine serves many with
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from kvweave.config import EngineConfig
 from kvweave.engine.answer import Answer, AnswerMaker
+from kvweave.engine.heal import Healer
 from kvweave.engine.limits import Limits
 from kvweave.engine.machinery import Machinery
 from kvweave.engine.packing import Packer, RowLogits
@@ -64,7 +66,9 @@ class Engine:
         self._maker = AnswerMaker(loaded.tokenizer, loaded.eos_token_ids)
         self._seeds = np.random.default_rng(config.scheduler.random_seed)
         self._packer = Packer(pool.page_size)
-        self._reporter = Reporter(self.scheduler, self.cache, machinery.events)
+        most_to_heal = config.fuzzy.fuzzy_heal_queue if config.fuzzy.fuzzy_heal else 0
+        self._healer = Healer(self.machinery, self._packer, most_to_heal)
+        self._reporter = Reporter(self.scheduler, self.cache, self._healer, machinery.events)
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[Sequence, Answer] = {}
         self._deltas: list[OutputDelta] = []
@@ -95,6 +99,7 @@ class Engine:
             self._answers[sequence] = self._maker.make(sequence, drawn)
             group.sequences.append(sequence)
             self.scheduler.add(sequence)
+        self._healer.give_way()
         self._reporter.counters.requests += 1
 
     def check_queue(self, more: int = 0) -> None:
@@ -122,6 +127,18 @@ class Engine:
             self._tell()
         return self._take_deltas()
 
+    @torch.inference_mode()
+    def heal(self, wanted: Callable[[], bool] = lambda: False) -> bool:
+        """Compute a chunk of what was served approximately, with --fuzzy-heal.
+
+        Does so only while no request lives, and gives up between two layers once `wanted()`: then
+        that chunk is computed again later. False if there was nothing to do.
+        """
+        if self.dead or self._groups or not self._healer.step(wanted):
+            return False
+        self._tell()
+        return True
+
     def flush_cache(self) -> None:
         """Forget all cached KV. RequestError (409) while any request lives."""
         if self._groups:
@@ -129,6 +146,7 @@ class Engine:
                 f"the cache cannot be flushed while requests run or wait ({len(self._groups)} now)",
                 status=409,
             )
+        self._healer.clear()
         self.cache.reset()
         self._tell()
 
@@ -229,6 +247,8 @@ class Engine:
 
     def _close(self, sequence: Sequence, last: OutputDelta) -> None:
         """The answer is over: its pages go back, its last delta goes out."""
+        if last.finish_reason in ("stop", "length"):
+            self._healer.served(sequence)
         self.scheduler.end(sequence)
         self._reporter.ended(last.finish_reason)
         del self._answers[sequence]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -21,6 +23,14 @@ class Runner(Protocol):
         ...
 
 
+Interruptible: TypeAlias = Callable[[Callable[[], bool]], AbstractContextManager[None]]
+"""Within the block, forward passes end with ForwardInterruptedError once the function says so."""
+
+
+def _uninterruptible(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class Machinery:
     """Everything below the scheduler; `building.build_machinery` makes the real one."""
@@ -30,3 +40,4 @@ class Machinery:
     runner: Runner
     events: EventSink | None = None
     """Where the cache's events go; the cache must collect them."""
+    interruptible: Interruptible = _uninterruptible

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvweave.engine.heal import Healer
 from kvweave.engine.request import Sequence
 from kvweave.engine.scheduler import Scheduler, Step
 from kvweave.engine.types import EngineSnapshot, FinishReason
@@ -38,9 +39,14 @@ class Reporter:
     """Counts and logs; never in anyone's way."""
 
     def __init__(
-        self, scheduler: Scheduler, cache: PrefixCache, events: EventSink | None = None
+        self,
+        scheduler: Scheduler,
+        cache: PrefixCache,
+        healer: Healer,
+        events: EventSink | None = None,
     ) -> None:
         self.counters = Counters()
+        self._healer = healer
         self._scheduler = scheduler
         self._cache = cache
         self._events = events
@@ -50,7 +56,7 @@ class Reporter:
     def snapshot(self) -> EngineSnapshot:
         """Only on the engine's thread."""
         pool, size, counters = self._cache.pool, self._cache.page_size, self.counters
-        stats = self._cache.stats()
+        stats, healing = self._cache.stats(), self._healer.counters
         return EngineSnapshot(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -72,6 +78,11 @@ class Reporter:
             steps=counters.steps,
             prefill_steps=counters.prefill_steps,
             dropped_event_batches=0 if self._events is None else self._events.dropped,
+            heals_waiting=len(self._healer),
+            healed=healing.healed,
+            healed_tokens=healing.tokens,
+            heals_preempted=healing.preempted,
+            heals_dropped=healing.dropped,
         )
 
     def planned(self, step: Step) -> None:

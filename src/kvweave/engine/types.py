@@ -210,3 +210,14 @@ class EngineSnapshot:
     """Steps that computed prompt tokens, alone or beside decodes."""
     dropped_event_batches: int = 0
     """What the cache's followers never heard, because it came faster than it was sent."""
+
+    heals_waiting: int = 0
+    """Prompts to be computed exactly, now that they were served approximately."""
+    healed: int = 0
+    """Prompts of which that is done."""
+    healed_tokens: int = 0
+    """Prompt tokens computed for it; no other counter counts them."""
+    heals_preempted: int = 0
+    """Times that a request came while a prompt was being healed."""
+    heals_dropped: int = 0
+    """Prompts given up: too many waited, no room beside what is in use or worth more, a fault."""

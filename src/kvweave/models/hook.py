@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvweave.errors import KvweaveError
+from kvweave.errors import ForwardInterruptedError, KvweaveError
 
 AttentionFunction: TypeAlias = Callable[..., tuple[torch.Tensor, None]]
 """(module, query, key, value, mask, **options) -> (output, None), as transformers calls it.
@@ -35,6 +35,7 @@ _FAR = 1 << 20
 
 class _Here(threading.local):
     function: AttentionFunction | None = None
+    wanted: Callable[[], bool] | None = None
 
 
 _here = _Here()
@@ -51,6 +52,19 @@ def attention(function: AttentionFunction) -> Iterator[None]:
 
 
 @contextmanager
+def interruptible(wanted: Callable[[], bool]) -> Iterator[None]:
+    """Let this thread's forward passes within the block end as soon as `wanted()`.
+
+    They raise ForwardInterruptedError. It is asked before every layer's attention.
+    """
+    outer, _here.wanted = _here.wanted, wanted
+    try:
+        yield
+    finally:
+        _here.wanted = outer
+
+
+@contextmanager
 def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Let `model` use another of transformers' attention implementations within the block."""
     outer = model.config.get_text_config()._attn_implementation
@@ -64,6 +78,8 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
 def _attend(module: torch.nn.Module, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
     if _here.function is None:
         raise KvweaveError("a model that kvweave serves was run outside a forward pass of kvweave")
+    if _here.wanted is not None and _here.wanted():
+        raise ForwardInterruptedError("the thread that runs this forward pass is wanted elsewhere")
     return _here.function(module, *args, **options)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from kvweave.config import FuzzyConfig
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.events import KVEvent
+from kvweave.prefix.eviction import Key
 from kvweave.prefix.plan import Plan
 
 
@@ -174,8 +175,16 @@ class PrefixCache(ABC):
         """Unlock and give every page back; the lease is empty afterwards. Twice is harmless."""
 
     @abstractmethod
-    def evict(self, pages: int) -> int:
-        """Free at least `pages` pages if unlocked ones suffice; returns how many were freed."""
+    def standing(self, priority: int) -> Key:
+        """Where, in the order of eviction, a new entry of this moment and `priority` stands."""
+
+    @abstractmethod
+    def evict(self, pages: int, before: Key | None = None) -> int:
+        """Free at least `pages` pages if unlocked ones suffice; returns how many were freed.
+
+        With `before`, a `standing` of earlier, only those that go before it: whatever was used
+        since then, or is worth more, stays.
+        """
 
     @abstractmethod
     def reset(self) -> None:
@@ -207,8 +216,11 @@ class PrefixCache(ABC):
         """
         return 0
 
-    def grow(self, lease: Lease, tokens: int) -> bool:
-        """Give pages for positions below `tokens`, evicting if need be; all or nothing."""
+    def grow(self, lease: Lease, tokens: int, before: Key | None = None) -> bool:
+        """Give pages for positions below `tokens`; all or nothing.
+
+        Evicts if need be; with `before`, no more than `evict` then may.
+        """
         need = -(-tokens // self.page_size) - len(lease.pages)
         if need <= 0:
             return True
@@ -216,7 +228,7 @@ class PrefixCache(ABC):
         if short > 0:
             if short > self.evictable_pages:
                 return False
-            self.evict(short)
+            self.evict(short, before)
         pages = self.pool.alloc(need)
         if pages is None:
             return False

@@ -51,8 +51,8 @@ class EvictionQueue(Generic[Item]):
             self._pushes += 1
             heapq.heappush(self._heap, (self._key(item), self._pushes, item))
 
-    def pop(self) -> Item | None:
-        """Take the candidate with the smallest key; None without one."""
+    def pop(self, before: Key | None = None) -> Item | None:
+        """Take the candidate with the smallest key, if that is below `before`; None without one."""
         while self._heap:
             key, order, item = self._heap[0]
             if not self._is_candidate(item):
@@ -60,6 +60,8 @@ class EvictionQueue(Generic[Item]):
                 self._queued.remove(item)
             elif (now := self._key(item)) != key:
                 heapq.heapreplace(self._heap, (now, order, item))
+            elif before is not None and key >= before:
+                return None
             else:
                 heapq.heappop(self._heap)
                 self._queued.remove(item)

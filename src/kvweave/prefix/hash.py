@@ -10,6 +10,7 @@ from kvweave.prefix.base import CacheOptions, Lease, PrefixCache, RequestView
 from kvweave.prefix.chain import Hasher, xxh3
 from kvweave.prefix.eventlog import EventLog
 from kvweave.prefix.events import KVEvent
+from kvweave.prefix.eviction import Key
 from kvweave.prefix.index import NO_PARENT, HashIndex
 from kvweave.prefix.plan import Plan
 
@@ -78,8 +79,11 @@ class HashCache(PrefixCache):
         super().record(lease)
         self.index.touch(self._chain(lease), lease.priority, hits=1)
 
-    def evict(self, pages: int) -> int:
-        gone = self.index.evict(pages)
+    def standing(self, priority: int) -> Key:
+        return self.index.standing(priority)
+
+    def evict(self, pages: int, before: Key | None = None) -> int:
+        gone = self.index.evict(pages, before)
         if self._log is not None and len(gone):
             self._log.removed(self.index.hashes(gone))
         self.counters.evicted_pages += len(gone)

@@ -123,10 +123,17 @@ class HashIndex:
         names: list[int] = self._hashes[pages].tolist()
         return names
 
-    def evict(self, pages: int) -> IntArray:
-        """Forget `pages` pages, or all that are unlocked, tails first; returns which."""
+    def standing(self, priority: int) -> Key:
+        """The key of what a request of `priority` would add now: used next, and never hit."""
+        return self._rank(0, priority), self._clock + 1
+
+    def evict(self, pages: int, before: Key | None = None) -> IntArray:
+        """Forget `pages` pages, or all that are unlocked and go before `before`, tails first.
+
+        Returns which.
+        """
         gone: list[int] = []
-        while len(gone) < pages and (leaf := self._queue.pop()) is not None:
+        while len(gone) < pages and (leaf := self._queue.pop(before)) is not None:
             gone += self._cut(leaf, pages - len(gone))
         self.cached_pages -= len(gone)
         self.evictable_pages -= len(gone)

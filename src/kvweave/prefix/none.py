@@ -9,6 +9,7 @@ import numpy as np
 from kvweave.errors import IntegrityError
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import Lease, PrefixCache, RequestView
+from kvweave.prefix.eviction import Key
 from kvweave.prefix.plan import Plan
 
 
@@ -28,7 +29,10 @@ class NoCache(PrefixCache):
         self.pool.drop(lease.pages)
         lease.clear()
 
-    def evict(self, pages: int) -> int:
+    def standing(self, priority: int) -> Key:
+        return 0, 0
+
+    def evict(self, pages: int, before: Key | None = None) -> int:
         return 0
 
     def reset(self) -> None:

@@ -12,6 +12,7 @@ from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.base import CacheOptions, Lease, PrefixCache, RequestView
 from kvweave.prefix.eventlog import TreeEvents
 from kvweave.prefix.events import KVEvent
+from kvweave.prefix.eviction import Key
 from kvweave.prefix.node import Node
 from kvweave.prefix.plan import Plan
 from kvweave.prefix.producers import Producers
@@ -86,8 +87,11 @@ class RadixCache(PrefixCache):
         if lease.node is not None:
             self.tree.touch(lease.node, lease.priority, hits=1)
 
-    def evict(self, pages: int) -> int:
-        freed = sum(self.pool.drop(run) for run in self.tree.evict(pages))
+    def standing(self, priority: int) -> Key:
+        return self.tree.standing(priority)
+
+    def evict(self, pages: int, before: Key | None = None) -> int:
+        freed = sum(self.pool.drop(run) for run in self.tree.evict(pages, before))
         self.counters.evicted_pages += freed
         return freed
 

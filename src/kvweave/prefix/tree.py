@@ -157,6 +157,10 @@ class RadixTree:
             at.priority = max(at.priority, priority)
             at.hits += hits
 
+    def standing(self, priority: int) -> Key:
+        """The key of what a request of `priority` would add now: used next, and never hit."""
+        return self._rank(0, priority), self._clock + 1
+
     # Changing.
 
     def extend(self, node: Node, tokens: IntArray, pages: IntArray) -> tuple[Node, IntArray]:
@@ -200,10 +204,10 @@ class RadixTree:
         node.pages = node.pages[:0]  # no candidate for eviction any more
         self._tidy(parent)
 
-    def evict(self, pages: int) -> list[IntArray]:
-        """Forget `pages` pages, or all that are unlocked; returns which."""
+    def evict(self, pages: int, before: Key | None = None) -> list[IntArray]:
+        """Forget `pages` pages, or all that are unlocked and go before `before`; returns which."""
         gone: list[IntArray] = []
-        while pages > 0 and (leaf := self._queue.pop()) is not None:
+        while pages > 0 and (leaf := self._queue.pop(before)) is not None:
             keep = max(0, len(leaf.pages) - pages)
             gone.append(leaf.pages[keep:].copy())
             pages -= len(gone[-1])

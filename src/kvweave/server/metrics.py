@@ -127,6 +127,10 @@ def _gauges(now: EngineSnapshot) -> dict[str, tuple[str, float]]:
         ),
         "num_cached_tokens": ("Slots that the prefix cache keeps.", now.cached_tokens),
         "num_evictable_tokens": ("Slots that it could give back now.", now.evictable_tokens),
+        "num_heal_queue_prompts": (
+            "Prompts, served approximately, that wait to be computed exactly.",
+            now.heals_waiting,
+        ),
         "cache_hit_rate": (
             "Share of prompt tokens, since start, served and not computed.",
             hits / now.prompt_tokens if now.prompt_tokens else 0.0,
@@ -141,6 +145,13 @@ def _counters(now: EngineSnapshot) -> dict[str, tuple[str, float]]:
         "generation_tokens": ("Tokens generated.", now.generated_tokens),
         "evicted_tokens": ("Slots that the cache gave up to make room.", now.evicted_tokens),
         "num_retracted_requests": ("Answers preempted, to be resumed.", now.preemptions),
-        "engine_steps": ("Forward passes.", now.steps),
+        "engine_steps": ("Forward passes for requests.", now.steps),
+        "healed_prompts": ("Prompts computed exactly after approximate service.", now.healed),
+        "healed_tokens": ("Prompt tokens computed for that, in idle moments.", now.healed_tokens),
+        "preempted_heals": ("Prompts being healed when a request came.", now.heals_preempted),
+        "dropped_heals": (
+            "Prompts never healed: too many waited, no room, or a fault.",
+            now.heals_dropped,
+        ),
         "dropped_event_batches": ("Cache events not published.", now.dropped_event_batches),
     }

@@ -1,0 +1,179 @@
+"""Healing: what was served approximately is computed exactly while nobody needs the engine.
+
+A request that was lent moved KV publishes nothing of what followed, so its prompt would be served
+approximately for ever. Healed, it is an exact prefix like any other.
+
+A step is a lease, one chunk, a publication and a release. Nothing is held in between: a request
+that arrives finds every page free or evictable, and healing goes on later behind what it published.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvweave.engine.machinery import Machinery
+from kvweave.engine.packing import Packer
+from kvweave.engine.request import RequestGroup, Sequence
+from kvweave.engine.scheduler import Row
+from kvweave.engine.types import GenerateRequest, SamplingParams
+from kvweave.errors import ForwardInterruptedError
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.base import Namespace, RequestView
+from kvweave.prefix.eviction import Key
+
+logger = logging.getLogger("kvweave.engine")
+
+CHUNK = 128
+"""Tokens of one step, or a page if that is longer: what an interruption costs at most."""
+
+_Name: TypeAlias = tuple[Namespace, bytes]
+
+
+@dataclass(slots=True)
+class HealCounters:
+    """Since start; their meanings are EngineSnapshot's."""
+
+    healed: int = 0
+    tokens: int = 0
+    preempted: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompt:
+    rid: str
+    """Of the request that it was served to."""
+    namespace: Namespace
+    tokens: IntArray
+    priority: int
+    standing: Key
+    """What may be evicted for it goes before this: nothing that was used since it was served."""
+
+    @property
+    def name(self) -> _Name:
+        return self.namespace, self.tokens.tobytes()
+
+    @property
+    def view(self) -> RequestView:
+        return RequestView(self.rid, self.tokens, self.namespace, self.priority, fuzzy=False)
+
+    def sequence(self, end: int) -> Sequence:
+        """A request for the KV of the first `end` tokens, and for no answer."""
+        tokens = self.tokens[:end]
+        request = GenerateRequest(
+            rid=self.rid,
+            prompt_ids=tuple(tokens.tolist()),
+            sampling=SamplingParams(max_tokens=0),
+            priority=self.priority,
+            cache_salt=self.namespace.salt,
+            fuzzy=False,
+        )
+        return Sequence(RequestGroup(request, self.namespace), 0, 0, tokens, limit=end)
+
+
+class Healer:
+    """Remembers prompts that are worth it, each once, at most `most`; the newest is healed first.
+
+    Belongs to the engine's thread.
+    """
+
+    def __init__(self, machinery: Machinery, packer: Packer, most: int) -> None:
+        self.counters = HealCounters()
+        self._machinery = machinery
+        self._cache = machinery.cache
+        self._packer = packer
+        self._most = most
+        size = self._cache.page_size
+        self._chunk = -(-CHUNK // size) * size
+        self._waiting: OrderedDict[_Name, _Prompt] = OrderedDict()
+        self._begun = False
+        """The newest prompt has had a step, and nobody has come in between since."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def served(self, sequence: Sequence) -> None:
+        """An answer is complete, its lease still held: remember a prompt that it did not cache."""
+        lease = sequence.lease
+        if not self._most or lease is None or not lease.plan.approximate:
+            return
+        tokens = sequence.tokens[: sequence.prompt_length].copy()
+        standing = self._cache.standing(lease.priority)
+        prompt = _Prompt(lease.rid, lease.namespace, tokens, lease.priority, standing)
+        self._waiting[prompt.name] = prompt
+        self._waiting.move_to_end(prompt.name)
+        if len(self._waiting) > self._most:
+            self._waiting.popitem(last=False)
+            self.counters.dropped += 1
+
+    def give_way(self) -> None:
+        """A request has come."""
+        self.counters.preempted += self._begun
+        self._begun = False
+
+    def clear(self) -> None:
+        """Want nothing healed any more."""
+        self._waiting.clear()
+        self._begun = False
+
+    def step(self, wanted: Callable[[], bool]) -> bool:
+        """Compute one chunk, unless `wanted()` first; False if there is nothing to heal.
+
+        Whatever goes wrong, that prompt is given up and nothing is left behind.
+        """
+        if not self._waiting:
+            return False
+        prompt = next(reversed(self._waiting.values()))
+        try:
+            self._advance(prompt, wanted)
+        except ForwardInterruptedError:
+            pass  # the chunk is lost, and computed again after those who interrupted
+        except Exception as error:
+            logger.error("healing the prompt of %s failed", prompt.rid, exc_info=error)
+            self._drop(prompt)
+        return True
+
+    def _advance(self, prompt: _Prompt, wanted: Callable[[], bool]) -> None:
+        """Compute and publish the next chunk, if anything is missing and there is room for it."""
+        whole, matched = self._whole(prompt.tokens), self._cache.match(prompt.view)
+        if matched >= whole:
+            return self._forget(prompt)  # others have computed it meanwhile
+        end = min(matched + self._chunk, whole)
+        sequence = prompt.sequence(end)
+        lease = self._cache.lease(sequence.view())
+        try:
+            if not self._cache.grow(lease, end, prompt.standing):
+                return self._drop(prompt)
+            self._begun = True
+            sequence.start(lease)
+            count = sequence.remaining
+            row = Row(sequence, count, prefill=True, completes=True)
+            batch, _ = self._packer.pack([row])
+            with self._machinery.interruptible(wanted):
+                self._machinery.runner.forward(batch)
+            self._cache.publish(lease, sequence.tokens, computed=end)
+            self.counters.tokens += count
+            if lease.published >= whole:
+                self._forget(prompt)
+                self.counters.healed += 1
+            elif lease.published < end:
+                self._drop(prompt)  # the cache cannot keep it: trying again would never end
+        finally:
+            self._cache.release(lease)
+
+    def _whole(self, tokens: IntArray) -> int:
+        """How much of a prompt the same prompt can hit: full pages, never the last token."""
+        size = self._cache.page_size
+        return (len(tokens) - 1) // size * size
+
+    def _drop(self, prompt: _Prompt) -> None:
+        self.counters.dropped += 1
+        self._forget(prompt)
+
+    def _forget(self, prompt: _Prompt) -> None:
+        self._waiting.pop(prompt.name, None)
+        self._begun = False
