@@ -88,6 +88,9 @@ ACCEPTED = {
         Hi team, how do I pay? | How do I pay?
         How do I pay, please? Many thanks! | How do I pay?
         um so how do i pay | How do I pay?
+        Hello, I hope you are well. How do I pay? Kind regards | How do I pay?
+        Right, how do I pay? | How do I pay?
+        Do you know if I can pay later? | Can I pay later?
         Good morning! How do I pay? | How do I pay?
     """,
     "words": """

@@ -181,6 +181,8 @@ REFUSED = {
         You paid. | You paid?
         Can I pay by card? | Must I pay by card?
         How long do I have to pay? | How long must I pay?
+        Is it so? Right. Pay Bob. | Is it so? Pay Bob.
+        Let me know if you need help. | Do you need help?
         Is it fine? OK. Pay Bob. | Is it fine? Pay Bob.
         When does the fair close? | What time does the fair close?
     """,

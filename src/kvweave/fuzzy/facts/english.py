@@ -61,24 +61,31 @@ def is_order(sentence: Sequence[Token]) -> bool:
 
 _FILLERS = words("um umm uh er erm hmm please pls plz kindly basically")
 _OPENERS = words("hi hello hey hiya howdy so ok okay oh")
-_COURTESIES = words("hi hello hey hiya howdy thanks thank thx cheers greetings please pls plz")
+_COURTESIES = words(
+    """hi hello hey hiya howdy greetings dear thanks thank thx ta cheers regards appreciated please
+    pls plz"""
+)
 _AROUND_COURTESIES = words(
-    """there team all everyone you so very much many lots in advance again good morning afternoon
-    evening day for your the a help time"""
+    """there team all everyone folks guys sir madam you so very much many lots in advance again
+    good morning afternoon evening day for your the a any help time kind best is would be"""
 )
 _WHOLE_COURTESIES = frozenset(
     ("morning", "afternoon", "evening", "good morning", "good afternoon", "good evening",
-     "quick question", "excuse me", "sorry to bother you")
+     "quick question", "quick one", "excuse me", "sorry to bother you", "hope you are well",
+     "i hope you are well", "hope all is well")
 )  # fmt: skip
+_HESITATIONS = frozenset(("well", "right", "sorry", "so", "ok", "okay", "anyway", "oh"))
 _IN_COURTESIES = _COURTESIES | _AROUND_COURTESIES | _FILLERS | _OPENERS
 
 
-def is_courtesy(said: Sequence[str], first: bool) -> bool:
+def is_courtesy(said: Sequence[str], first: bool, last: bool) -> bool:
     """Whether all that stands between two commas is a greeting, thanks or hesitation.
 
-    `first`: nothing but courtesies was said before, so that "morning" is a greeting, too.
+    `first`: nothing but courtesies was said before, so that "morning" is a greeting, too; `last`:
+    nothing follows in the sentence, so that "right" is an answer.
     """
-    if " ".join(said) in _WHOLE_COURTESIES:
+    together = " ".join(said)
+    if together in _WHOLE_COURTESIES or (together in _HESITATIONS and not last):
         return first
     return (not said) or (_IN_COURTESIES.issuperset(said) and not _COURTESIES.isdisjoint(said))
 

@@ -40,6 +40,12 @@ collect: pick up
 contact: get in touch with
 search for: look for
 wifi: wi fi
+opening-hours: opening hours, opening times
+postcode: post code
+voicemail: voice mail
+username: user name
+timetable: time table
+smartphone: smart phone
 car-park: car park, parking lot
 date of birth: birth date, birthdate
 email: e mail
@@ -74,10 +80,12 @@ i need to: is needed to, are needed to, is required to, are required to
 i need for: is needed for, are needed for, is required for, are required for
 """)
 _ABOUT_TO_ASK = table("""
-ask: could you tell me, can you tell me, would you tell me, tell me, let me know, do you know
-ask: can you let me know, could you let me know, i would like to know, i want to know
-ask: do you happen to know, any idea, i need to know, i am trying to find out
-ask: i was wondering, i wonder, may i ask, can i ask, could i ask
+ask: could you tell me, can you tell me, would you tell me, do you know, do you happen to know
+ask: can you let me know, could you let me know, can someone tell me, could someone tell me
+ask: can anyone tell me, does anyone know, any idea, may i ask, can i ask, could i ask
+ask: i would like to know, i want to know, i need to know, i am trying to find out
+ask: i was wondering, i am wondering, i wonder, wondering, just wondering
+order: tell me, let me know
 """)
 _MAY_I = table("""
 i can: can i, could i, am i able to, is it possible to, is it possible for me to

@@ -69,9 +69,11 @@ def _parts(tokens: Sequence[Token]) -> Iterator[tuple[list[Token], bool]]:
 
 def _without_courtesies(part: Sequence[Token], first: bool) -> list[Token]:
     kept: list[Token] = []
-    for segment in _segments(part):
+    segments = list(_segments(part))
+    for number, segment in enumerate(segments, 1):
         said = [token.value for token in segment if token.is_word]
-        if len(said) == len(segment) and english.is_courtesy(said, first and not kept):
+        all_words, last = len(said) == len(segment), number == len(segments)
+        if all_words and english.is_courtesy(said, first and not kept, last):
             continue
         if kept:
             kept.append(Token("comma", ","))
@@ -129,10 +131,14 @@ class _Interpreter:
 
     def _behind_introduction(self) -> int:
         """Where the question starts behind "could you tell me" and the like."""
-        found = phrases.longest(phrases.ABOUT_TO_ASK, self.said, 0)
+        found = phrases.longest(phrases.ABOUT_TO_ASK, self.said, 0) if self.said else None
         if not found or found[1] == len(self.said):
             return 0
-        return found[1] if self.said[found[1]] in english.QUESTIONS else 0
+        (kind,), end = found
+        if self.said[end] in ("if", "whether") and kind == "ask":
+            self.asks = True
+            return end + 1
+        return end if self.said[end] in english.QUESTIONS else 0
 
     def _comma(self, at: int) -> None:
         """Left out, unless what it keeps apart would be another fact without it."""

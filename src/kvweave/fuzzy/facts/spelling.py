@@ -40,6 +40,11 @@ what is: whats
 where is: wheres
 who is: whos
 how is: hows
+when is: whens
+you are: youre
+they are: theyre
+you have: youve
+we have: weve
 that is: thats
 there is: theres
 i am: im
