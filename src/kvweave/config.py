@@ -179,10 +179,24 @@ class ServerConfig:
     drain_seconds: float = _flag(
         30.0, "Time for running answers when the server is told to stop; then they are cut short."
     )
+    explorer: bool = _flag(True, "Serve the page /explorer, and remember recent prompts for it.")
+    explorer_hide_text: bool = _flag(
+        False, "Show no text there; none is shown either where anyone may come without a key."
+    )
     log_requests: bool = _flag(False, "Log every request when it ends (never its text).")
     log_level: str = _flag(
         "info", "How much is logged.", choices=("debug", "info", "warning", "error")
     )
+
+    @property
+    def open(self) -> bool:
+        """Whoever reaches this machine may use the server."""
+        return self.api_key is None and self.host not in ("127.0.0.1", "localhost", "::1")
+
+    @property
+    def hides_text(self) -> bool:
+        """The explorer shows no text: by order, or since anyone could read everyone's prompts."""
+        return self.explorer_hide_text or self.open
 
     def problems(self) -> list[str]:
         found = _positive(self, "max_body_bytes")

@@ -329,3 +329,28 @@ def test_a_crowd_a_third_of_which_vanishes(seed):
         assert world.runner.violations == []
 
     asyncio.run(main())
+
+
+def test_a_look_happens_between_two_steps_and_may_be_given_up():
+    async def main():
+        world = make_world("radix")
+        gate = hold(world)
+        async with serving(world) as engine:
+            stream = engine.generate(request("r", prompt(20, 1), 3))
+            await until(lambda: world.runner.batches)  # in a step, where it is held
+            wasted = []
+            given_up = asyncio.create_task(engine.look(wasted.append))
+            looked = asyncio.create_task(engine.look(lambda seen: (seen, threading.get_ident())))
+            await asyncio.sleep(0.05)
+            assert not looked.done()
+            given_up.cancel()
+            await asyncio.sleep(0)
+            gate.set()
+            seen, thread = await looked
+            assert seen is world.engine
+            assert thread != threading.get_ident()
+            assert not wasted
+            assert len((await answer_of(stream)).token_ids) == 3
+        world.assert_idle()
+
+    asyncio.run(main())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.config import FuzzyConfig
-from kvweave.fuzzy.planner import plan_spans
+from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate
 
 FREE = replace(SMALL, fuzzy_sink_tokens=0, fuzzy_min_suffix=1)
@@ -129,3 +129,32 @@ def test_the_longest_pieces_come_first_when_the_share_is_bounded() -> None:
 def test_too_little_reuse_is_none() -> None:
     assert plan(run(10, 30), fuzzy_min_reuse_ratio=0.2) == [(10, 30, 1000)]
     assert plan(run(10, 30), fuzzy_min_reuse_ratio=0.21) == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(RUNS.filter(bool), st.integers(0, 20), st.integers(0, 9), st.floats(0, 1), st.floats(0, 1))
+def test_a_run_is_refused_with_a_reason_exactly_if_nothing_of_it_is_planned(
+    runs: list[Candidate], exact: int, sinks: int, most: float, least: float
+) -> None:
+    config = replace(
+        SMALL, fuzzy_sink_tokens=sinks, fuzzy_max_share=most, fuzzy_min_reuse_ratio=least
+    )
+    for candidate in runs:
+        if candidate.start == candidate.donor_start == 0:
+            continue
+        found = refusal(candidate, 80, exact, config)
+        assert (found is None) == bool(plan_spans([candidate], 80, exact, config))
+        assert found is None or found.reason
+
+
+def test_the_gate_that_refuses_is_the_first_one_met() -> None:
+    def gate(candidate: Candidate, **more: Any) -> str | None:
+        found = refusal(candidate, 100, 0, replace(FREE, **more))
+        return found.gate if found else None
+
+    assert gate(run(10, 10 + FREE.fuzzy_min_span)) is None
+    assert gate(run(10, 9 + FREE.fuzzy_min_span)) == "min-span"
+    assert gate(run(0, 10, donor_start=5), fuzzy_sink_tokens=9) == "edges"
+    assert gate(run(90, 100), fuzzy_min_suffix=5) == "edges"
+    assert gate(run(10, 30), fuzzy_max_share=0.01) == "max-share"
+    assert gate(run(10, 30), fuzzy_min_reuse_ratio=0.5) == "min-reuse"

@@ -14,7 +14,7 @@ import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvweave.config import ServerConfig
+from kvweave.config import EngineConfig, ServerConfig
 from kvweave.engine.limits import Limits
 from kvweave.engine.types import (
     EngineSnapshot,
@@ -95,6 +95,9 @@ class FakeEngine:
     async def flush_cache(self, timeout: float = 0.0) -> None:
         if self.busy_flush:
             raise RequestError("1 request is running: the cache cannot be flushed", status=409)
+
+    async def look(self, at):
+        return at(self)
 
     def snapshot(self) -> EngineSnapshot:
         waiting = sum(phase == "queue" for phase in self.phases.values())
@@ -217,10 +220,16 @@ class FakeEngine:
 class RunningServer:
     """A real server in a thread. `url` is where; leave the `with` block to stop it."""
 
-    def __init__(self, engine, config: ServerConfig, card: ModelCard | None = None) -> None:
+    def __init__(
+        self,
+        engine,
+        config: ServerConfig,
+        card: ModelCard | None = None,
+        engine_config: EngineConfig | None = None,
+    ) -> None:
         self.engine = engine
         self.card = card or toy_card(engine.tokenizer)
-        self.app = build_app(engine, self.card, config)
+        self.app = build_app(engine, self.card, config, engine_config)
         self.config = config
         self._ready = threading.Event()
         self.url = ""

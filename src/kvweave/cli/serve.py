@@ -37,7 +37,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
         card = card_of(loaded, engine.model.tokenizer)
         answering = AsyncEngine(Engine(engine, loaded))
         app = build_app(answering, card, server, engine, check)
-    if server.api_key is None and server.host not in ("127.0.0.1", "localhost", "::1"):
+    if server.open:
         log.warning("anyone who reaches %s may use this server: there is no --api-key", server.host)
 
     def ready(url: str) -> None:

@@ -10,8 +10,9 @@ from kvweave.engine.request import Sequence
 from kvweave.engine.sampler import SamplingState
 from kvweave.engine.stopping import StopMatcher
 from kvweave.engine.types import FinishReason, OutputDelta, TokenLogprob, Usage
-from kvweave.prefix.plan import Span
+from kvweave.prefix.plan import Plan
 
+_NO_PLAN = Plan(0)
 _SIBLING = 0xD1B54A32D192ED03
 """Added to the seed from one answer of a request to the next; odd, so that they all differ."""
 
@@ -37,7 +38,8 @@ class Answer:
         self._ending = ending
         scored = params.prompt_logprobs is not None and sequence.index == 0
         self._prompt_logprobs = [TokenLogprob(int(sequence.tokens[0]), None)] if scored else None
-        self._plan: tuple[Span, ...] | None = None
+        self._told = False
+        """The first delta has told where the prompt's KV came from."""
 
     def score(self, logprobs: Iterable[TokenLogprob]) -> None:
         """The next prompt tokens' log probabilities."""
@@ -95,9 +97,8 @@ class Answer:
         error: str | None = None,
     ) -> OutputDelta:
         sequence, group = self.sequence, self.sequence.group
-        first = self._plan is None
-        if self._plan is None:
-            self._plan = sequence.plan.spans if sequence.lease is not None else ()
+        plan = _NO_PLAN if self._told or sequence.lease is None else sequence.plan
+        self._told = True
         prompt_logprobs = None
         if self._prompt_logprobs is not None and not sequence.scores_prompt:
             prompt_logprobs = tuple(self._prompt_logprobs)
@@ -119,7 +120,8 @@ class Answer:
             finish_reason=self.finish_reason,
             matched_stop=self._matched,
             error=error,
-            plan=self._plan if first else (),
+            plan=plan.spans,
+            refreshed=plan.refreshed,
         )
 
 

@@ -115,6 +115,10 @@ class AsyncEngine:
                     raise
             await asyncio.sleep(_LOOK_AGAIN)
 
+    async def look(self, at: Callable[[Engine], _T]) -> _T:
+        """What `at` sees in the engine between two steps. It must be quick, and change nothing."""
+        return await asyncio.wrap_future(self._submit(partial(at, self._engine)))
+
     def _admit(self, request: GenerateRequest) -> None:
         """Raise what can be known on the caller's thread, without waiting for a step to end."""
         if self._thread.is_alive() and not self._accepting:
@@ -187,6 +191,8 @@ class AsyncEngine:
     def _run_errands(self) -> None:
         while self._inbox:
             call, future = self._inbox.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more
             try:
                 future.set_result(call())
             except Exception as error:
@@ -211,7 +217,8 @@ class AsyncEngine:
             self._open = False
         gone = EngineDeadError("the engine has stopped")
         for _, future in self._inbox:
-            future.set_exception(gone)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(gone)
         for stream in list(self._streams.values()):
             with suppress(RuntimeError):
                 stream.loop.call_soon_threadsafe(stream.fail, gone)

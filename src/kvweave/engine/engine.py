@@ -88,7 +88,7 @@ class Engine:
         if request.rid in self._groups:
             raise RequestError(f"a request with rid {request.rid!r} is running", param="rid")
         self.check_queue()
-        namespace = Namespace(model=self.loaded.identity, salt=request.cache_salt)
+        namespace = self.namespace(request.cache_salt)
         group = self._groups[request.rid] = RequestGroup(request, namespace)
         prompt = np.array(request.prompt_ids, np.int32)
         drawn = int(self._seeds.integers(2**63))
@@ -101,6 +101,10 @@ class Engine:
             self.scheduler.add(sequence)
         self._healer.give_way()
         self._reporter.counters.requests += 1
+
+    def namespace(self, salt: str | None) -> Namespace:
+        """What requests with this `cache_salt` share KV within."""
+        return Namespace(model=self.loaded.identity, salt=salt)
 
     def check_queue(self, more: int = 0) -> None:
         """OverloadedError if no further request may wait behind those here and `more`."""

@@ -141,6 +141,8 @@ class OutputDelta:
     error: str | None = None
     plan: tuple[Span, ...] = ()
     """Spans that served this prompt beyond its exact prefix; in every answer's first delta."""
+    refreshed: tuple[tuple[int, int], ...] = ()
+    """Runs (start, length) inside those spans that were computed all the same."""
 
 
 @dataclass(slots=True)

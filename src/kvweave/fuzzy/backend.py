@@ -13,12 +13,12 @@ from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.fuzzy.donors import DonorTree, slots_of
 from kvweave.fuzzy.guard import Guard, LentDonors
 from kvweave.fuzzy.inflight import Inflight
-from kvweave.fuzzy.planner import plan_spans
+from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate
 from kvweave.fuzzy.providers import create_provider
 from kvweave.kv.mover import KVMover, MoveRun
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import CacheOptions, CacheStats, Lease, RequestView
+from kvweave.prefix.base import CacheOptions, CacheStats, Lease, Refusal, RequestView
 from kvweave.prefix.plan import Plan, Span
 from kvweave.prefix.radix import RadixCache, RadixLease
 
@@ -85,6 +85,18 @@ class FuzzyCache(RadixCache):
         counters = super().stats()
         counters.provider = {"failed_moves": self._unmoved, **self._guard.stats()}
         return counters
+
+    def refusal(
+        self, view: RequestView, exact: int, start: int, length: int, donor_start: int
+    ) -> Refusal | None:
+        if start == donor_start == 0:
+            return super().refusal(view, exact, start, length, donor_start)
+        if not view.fuzzy:
+            return Refusal("exact-only", "the request asked for an answer from exact KV only")
+        if self._config.fuzzy_max_share == 0:
+            return Refusal("max-share", "--fuzzy-max-share 0 demands exactness of every request")
+        run = Candidate(start=start, length=length, page=-1, donor_start=donor_start)
+        return refusal(run, len(view.tokens), exact, self._config)
 
     def check_structure(self) -> None:
         super().check_structure()

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.provider import Candidate
+from kvweave.prefix.base import Refusal
 
 
 def plan_spans(
@@ -26,14 +27,11 @@ def plan_spans(
     exact prefix into a page that is only partly equal: computing those few tokens keeps the
     request exact, and its pages fit for everyone.
     """
-    low = max(exact, config.fuzzy_sink_tokens)
-    high = length - config.fuzzy_min_suffix
     usable = []
     for run in runs:
         if run.start == run.donor_start == 0:
             continue  # the prompt's own prefix
-        start = max(run.start, low, run.start + config.fuzzy_sink_tokens - run.donor_start)
-        piece = _cut(run, start, min(run.end, high))
+        piece = _usable(run, length, exact, config)
         if piece.length >= config.fuzzy_min_span:
             usable.append(piece)
     pieces = _limited(
@@ -43,6 +41,42 @@ def plan_spans(
     )
     served = sum(piece.length for piece in pieces)
     return pieces if served >= config.fuzzy_min_reuse_ratio * length else []
+
+
+def refusal(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Refusal | None:
+    """Which rule keeps `plan_spans` from serving anything of `run` alone; None if it would."""
+    pieces = plan_spans([run], length, exact, config)
+    if pieces:
+        return None
+    shortest, usable = config.fuzzy_min_span, _usable(run, length, exact, config).length
+    if run.length < shortest:
+        reason = f"it has {run.length} tokens, and --fuzzy-min-span asks for {shortest}"
+        return Refusal("min-span", reason)
+    if usable < shortest:
+        return Refusal(
+            "edges",
+            f"only {max(usable, 0)} of its tokens lie where text may be moved, fewer than "
+            f"--fuzzy-min-span {shortest}: not among either prompt's first "
+            f"{config.fuzzy_sink_tokens} tokens, nor this prompt's last {config.fuzzy_min_suffix}",
+        )
+    if int(config.fuzzy_max_share * length) < shortest:
+        reason = f"--fuzzy-max-share {config.fuzzy_max_share:g} leaves no room for a span"
+        return Refusal("max-share", reason)
+    return Refusal(
+        "min-reuse",
+        f"it would serve {usable / length:.1%} of the prompt, and --fuzzy-min-reuse-ratio asks "
+        f"for {config.fuzzy_min_reuse_ratio:.0%}",
+    )
+
+
+def _usable(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Candidate:
+    """The part of `run` that lies where text may be moved from and to; its length may be below 1.
+
+    A donor's first tokens are never lent, the prompt's own first and last ones never served.
+    """
+    sinks = config.fuzzy_sink_tokens
+    start = max(run.start, exact, sinks, run.start + sinks - run.donor_start)
+    return _cut(run, start, min(run.end, length - config.fuzzy_min_suffix))
 
 
 def _cover(runs: list[Candidate], shortest: int) -> list[Candidate]:

@@ -8,9 +8,9 @@ tree node, a hash or a donor: those stay behind the lease. All backends pass one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.events import KVEvent
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.plan import Plan
+
+if TYPE_CHECKING:
+    from kvweave.prefix.outline import TreeOutline
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,14 @@ class CacheStats:
     converged_pages: int = 0
     provider: dict[str, float] = field(default_factory=dict)
     """What the provider of reuse beyond the prefix counts, by name; empty without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why cached KV of equal text was not lent: the gate's name, and a sentence for people."""
+
+    gate: str
+    reason: str
 
 
 class PrefixCache(ABC):
@@ -254,6 +265,33 @@ class PrefixCache(ABC):
     def take_events(self) -> list[KVEvent]:
         """Events since the last call (empty unless options.events)."""
         return []
+
+    # For people who look in; nothing here changes anything.
+
+    def outline(self, prompts: Sequence[RequestView], most: int) -> TreeOutline | None:
+        """At most `most` nodes of the tree, and which of `prompts` lie on them; None without one.
+
+        Its cost grows with `most` and `prompts`, not with the tree.
+        """
+        return None
+
+    def refusal(
+        self, view: RequestView, exact: int, start: int, length: int, donor_start: int
+    ) -> Refusal | None:
+        """Why a run of equal tokens does not serve `view`, whose first `exact` tokens are served.
+
+        The run has `length` tokens, at `start` of the prompt and `donor_start` of a cached path.
+        None if nothing speaks against it.
+        """
+        if start != 0 or donor_start != 0:
+            return Refusal("position", "this cache reuses text only where it begins both prompts")
+        if length < self.page_size:
+            return Refusal(
+                "page",
+                f"a shared beginning is reused in whole pages of {self.page_size} tokens; "
+                f"this one has {length}",
+            )
+        return None
 
     def check(self, leases: Iterable[Lease]) -> None:
         """Prove that pages, owners and the backend's structure add up, given all live leases."""

@@ -68,6 +68,20 @@ class EvictionQueue(Generic[Item]):
                 return item
         return None
 
+    def first(self, count: int) -> list[Item]:
+        """Up to `count` candidates in the order in which `pop` would give them; changes nothing."""
+        found: list[Item] = []
+        heap = self._heap.copy()
+        while heap and len(found) < count:
+            key, order, item = heap[0]
+            if self._is_candidate(item) and (now := self._key(item)) != key:
+                heapq.heapreplace(heap, (now, order, item))
+                continue
+            heapq.heappop(heap)
+            if self._is_candidate(item):
+                found.append(item)
+        return found
+
     def clear(self) -> None:
         self._heap.clear()
         self._queued.clear()

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvweave.errors import IntegrityError
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Lease, PrefixCache, RequestView
+from kvweave.prefix.base import Lease, PrefixCache, Refusal, RequestView
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.plan import Plan
 
@@ -41,6 +41,11 @@ class NoCache(PrefixCache):
 
     def resident(self) -> Iterable[IntArray]:
         return ()
+
+    def refusal(
+        self, view: RequestView, exact: int, start: int, length: int, donor_start: int
+    ) -> Refusal:
+        return Refusal("off", "this server keeps no KV once a request has ended")
 
     def check_structure(self) -> None:
         pass

@@ -96,6 +96,16 @@ class Plan:
         return self.length - self.exact - len(self.compute)
 
     @property
+    def refreshed(self) -> tuple[tuple[int, int], ...]:
+        """`refresh` as runs: (start, length)."""
+        if not len(self.refresh):
+            return ()
+        ends = np.flatnonzero(np.diff(self.refresh) != 1)
+        starts = self.refresh[np.concatenate(([0], ends + 1))]
+        lengths = np.diff(np.concatenate(([-1], ends, [len(self.refresh) - 1])))
+        return tuple(zip(starts.tolist(), lengths.tolist(), strict=True))
+
+    @property
     def approximate(self) -> bool:
         return bool(self.spans)
 

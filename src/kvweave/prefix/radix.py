@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from kvweave.prefix.eventlog import TreeEvents
 from kvweave.prefix.events import KVEvent
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.node import Node
+from kvweave.prefix.outline import TreeOutline, outline
 from kvweave.prefix.plan import Plan
 from kvweave.prefix.producers import Producers
 from kvweave.prefix.tree import RadixTree
@@ -120,6 +121,9 @@ class RadixCache(PrefixCache):
 
     def take_events(self) -> list[KVEvent]:
         return [] if self._events is None else self._events.take()
+
+    def outline(self, prompts: Sequence[RequestView], most: int) -> TreeOutline:
+        return outline(self.tree, prompts, most)
 
     def check_structure(self) -> None:
         self.tree.check()

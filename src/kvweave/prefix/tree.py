@@ -84,6 +84,18 @@ class RadixTree:
         runs = [at.pages for at in upwards(node)]
         return np.concatenate(runs[::-1])
 
+    def roots(self) -> list[Node]:
+        """One per namespace, oldest first."""
+        return list(self._roots.values())
+
+    def next_out(self, count: int) -> list[Node]:
+        """The leaves that `evict` would take first, in its order."""
+        return self._queue.first(count)
+
+    def idle(self, node: Node) -> int:
+        """How many paths were used since `node` was."""
+        return self._clock - node.last_used
+
     def nodes(self) -> Iterator[Node]:
         """Every node, roots included, parents before children."""
         stack = list(self._roots.values())

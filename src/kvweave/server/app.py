@@ -14,6 +14,7 @@ from kvweave.server.admin import admin_router
 from kvweave.server.chat import chat_router
 from kvweave.server.completions import completions_router
 from kvweave.server.errors import install_error_handlers
+from kvweave.server.explorer.routes import explorer_router
 from kvweave.server.limits import ApiKeyGate, BodyLimit
 from kvweave.server.model_card import ModelCard
 from kvweave.server.service import Service, ServingEngine
@@ -36,6 +37,7 @@ def build_app(
     shown.
     """
     service = Service(engine, card, config)
+    engine_config = engine_config or EngineConfig()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -58,7 +60,10 @@ def build_app(
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
     app.include_router(tokenization_router(service))
-    app.include_router(admin_router(service, engine_config or EngineConfig(), self_check))
+    app.include_router(admin_router(service, engine_config, self_check))
+    if service.history is not None:
+        backend = engine_config.cache.prefix_cache_backend
+        app.include_router(explorer_router(service, service.history, backend))
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     if config.api_key is not None:
         app.add_middleware(ApiKeyGate, api_key=config.api_key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -42,6 +42,11 @@ class LiveGenerations:
 
     def __len__(self) -> int:
         return len(self._by_rid)
+
+    def traces(self) -> Iterator[Trace]:
+        """Of every prompt that is being answered, in order of arrival."""
+        for generation in self._by_rid.values():
+            yield from generation.traces
 
     def enter(self, rid: str, generation: Generation) -> None:
         """RequestError if `rid` is taken."""
@@ -156,4 +161,5 @@ def _joined(first: OutputDelta, then: OutputDelta) -> OutputDelta:
         logprobs=first.logprobs + then.logprobs,
         prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
         plan=first.plan or then.plan,
+        refreshed=first.refreshed or then.refreshed,
     )

@@ -14,8 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.server.errors import error_response
 
-OPEN_PATHS = frozenset({"/health"})
-"""Answered without a key: a load balancer asks them."""
+OPEN_PATHS = frozenset({"/health", "/explorer"})
+"""Answered without a key: a load balancer asks them, and a browser for the page that asks a key."""
+OPEN_FOLDER = "/explorer/static/"
+"""What that page is made of."""
 
 
 class ApiKeyGate:
@@ -26,7 +28,7 @@ class ApiKeyGate:
         self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._may_enter(scope):
+        if scope["type"] != "http" or _is_open(scope["path"]) or self._may_enter(scope):
             await self.app(scope, receive, send)
             return
         refusal = error_response(
@@ -44,6 +46,10 @@ class ApiKeyGate:
         return scheme.lower() == "bearer" and hmac.compare_digest(
             key.strip().encode("latin-1"), self._key
         )
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 class BodyLimit:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvweave.config import ServerConfig
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, SamplingParams
 from kvweave.server.answers import Envelope, Format, PlainWriter, StreamWriter
+from kvweave.server.explorer.history import History
 from kvweave.server.generation import DeltaSource, Generation, LiveGenerations
 from kvweave.server.metrics import Metrics
 from kvweave.server.model_card import ModelCard
@@ -17,6 +18,11 @@ from kvweave.server.protocol import GenerationBody
 from kvweave.server.streaming import GenerationResponse
 from kvweave.server.token_texts import TokenTexts
 from kvweave.server.trace import Trace
+
+if TYPE_CHECKING:
+    from kvweave.engine.engine import Engine
+
+T = TypeVar("T")
 
 
 class ServingEngine(DeltaSource, Protocol):
@@ -48,6 +54,10 @@ class ServingEngine(DeltaSource, Protocol):
         """Gauges and counters, as of now."""
         ...
 
+    async def look(self, at: Callable[[Engine], T]) -> T:
+        """What `at`, which is quick and changes nothing, sees in the engine between two steps."""
+        ...
+
 
 class Service:
     """The one thing that routes hold on to."""
@@ -60,6 +70,8 @@ class Service:
         self.reader = PromptReader(engine.tokenizer, card)
         self.texts = TokenTexts(engine.tokenizer)
         self.live = LiveGenerations()
+        self.history = History() if config.explorer else None
+        """Prompts that have ended, for the explorer."""
 
     def respond(
         self,
@@ -85,7 +97,13 @@ class Service:
             for place, ids in enumerate(prompts)
         ]
         traces = [
-            Trace(request, self.metrics, endpoint=endpoint, logged=self.config.log_requests)
+            Trace(
+                request,
+                self.metrics,
+                endpoint=endpoint,
+                logged=self.config.log_requests,
+                diary=self.history,
+            )
             for request in requests
         ]
         envelope = Envelope(id=id_prefix + rid, model=self.card.name, body=body, traces=traces)

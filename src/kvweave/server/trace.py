@@ -5,38 +5,62 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
+from kvweave.prefix.plan import Span
 from kvweave.server.metrics import Metrics
 
 log = logging.getLogger("kvweave.server.requests")
+
+
+class Diary(Protocol):
+    """Whoever remembers what became of prompts."""
+
+    def add(self, trace: Trace) -> None: ...
 
 
 class Trace:
     """Watches the deltas of one prompt. `close` counts and logs it, once, however it ended."""
 
     def __init__(
-        self, request: GenerateRequest, metrics: Metrics, *, endpoint: str, logged: bool = False
+        self,
+        request: GenerateRequest,
+        metrics: Metrics,
+        *,
+        endpoint: str,
+        logged: bool = False,
+        diary: Diary | None = None,
     ) -> None:
+        self.request = request
         self.rid = request.rid
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
         self.completion_tokens = 0
         self.failed = False
+        self.endpoint = endpoint
+        self.arrived = time.time()
+        self.plan: tuple[Span, ...] = ()
+        self.refreshed: tuple[tuple[int, int], ...] = ()
+        self.answer: list[int] = []
+        """Tokens of the first answer so far."""
         self._answers = request.sampling.n
-        self._endpoint = endpoint
+        self._diary = diary
         self._metrics = metrics
         self._logged = logged
         self._started = time.perf_counter()
         self._first: float | None = None
         self._last: dict[int, float] = {}
         self._finished: dict[int, str] = {}
-        self._open = True
+        self._ended: float | None = None
 
     def note(self, delta: OutputDelta) -> None:
         """Take in one delta, as it arrives."""
         now = time.perf_counter()
         self.usage = delta.usage  # the prompt's sources, which all its answers share
+        if delta.plan:
+            self.plan, self.refreshed = delta.plan, delta.refreshed
+        if delta.index == 0:
+            self.answer += delta.token_ids
         tokens = len(delta.token_ids)
         if tokens:
             if self._first is None:
@@ -50,6 +74,16 @@ class Trace:
             self._finished[delta.index] = delta.finish_reason
 
     @property
+    def first_token_seconds(self) -> float | None:
+        """From arrival; None before there is one."""
+        return None if self._first is None else self._first - self._started
+
+    @property
+    def total_seconds(self) -> float:
+        """From arrival to the end, or to now."""
+        return (self._ended or time.perf_counter()) - self._started
+
+    @property
     def outcome(self) -> str:
         """How it ended: a finish reason, error, or abort when nobody waited for the end."""
         if self.failed:
@@ -60,27 +94,29 @@ class Trace:
 
     def close(self) -> None:
         """Count and log it; twice is harmless."""
-        if not self._open:
+        if self._ended is not None:
             return
-        self._open = False
-        seconds = time.perf_counter() - self._started
+        self._ended = time.perf_counter()
         self._metrics.request_ended(
-            self.outcome, self.usage.prompt_tokens, self.completion_tokens, seconds
+            self.outcome, self.usage.prompt_tokens, self.completion_tokens, self.total_seconds
         )
+        if self._diary is not None:
+            self._diary.add(self)
         if self._logged:
+            first = self.first_token_seconds
             log.info(
                 "rid=%s endpoint=%s outcome=%s prompt_tokens=%d cached_tokens=%d moved_tokens=%d "
                 "refreshed_tokens=%d completion_tokens=%d first_token_ms=%s total_ms=%.1f",
                 self.rid,
-                self._endpoint,
+                self.endpoint,
                 self.outcome,
                 self.usage.prompt_tokens,
                 self.usage.cached_tokens,
                 self.usage.moved_tokens,
                 self.usage.refreshed_tokens,
                 self.completion_tokens,
-                "-" if self._first is None else f"{1e3 * (self._first - self._started):.1f}",
-                1e3 * seconds,
+                "-" if first is None else f"{1e3 * first:.1f}",
+                1e3 * self.total_seconds,
             )
 
 

@@ -1,0 +1,134 @@
+"""The page and its API. The page holds no data and needs no key; the API is like all others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import Response
+
+from kvweave.errors import RequestError
+from kvweave.prefix.outline import TreeOutline
+from kvweave.prefix.plan import Tier
+from kvweave.server.explorer.assets import asset
+from kvweave.server.explorer.history import History, Record
+from kvweave.server.explorer.shared import shared_runs
+from kvweave.server.explorer.views import (
+    live_view,
+    prompt_view,
+    slice_view,
+    summary_view,
+    tree_view,
+    why_not_view,
+)
+from kvweave.server.explorer.whynot import explain, view_of
+from kvweave.server.service import Service
+
+if TYPE_CHECKING:
+    from kvweave.engine.engine import Engine
+
+MOST_NODES = 600
+_LOOK_SECONDS = 20.0
+_REASONS_SHOWN = 5
+
+_Number = Annotated[int, Path(ge=0, le=2**53)]
+_T = TypeVar("_T")
+
+
+def explorer_router(service: Service, history: History, backend: str) -> APIRouter:
+    """Routes below /explorer. `backend` is only shown."""
+    router = APIRouter(prefix="/explorer", include_in_schema=False)
+    texts = None if service.config.hides_text else service.texts
+
+    @router.get("")
+    async def page(request: Request) -> Response:
+        return asset("index.html", request)
+
+    @router.get("/static/{name}")
+    async def static(name: str, request: Request) -> Response:
+        return asset(name, request)
+
+    @router.get("/api/overview")
+    async def overview(after: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
+        """What runs, and the prompts with numbers above `after`."""
+        now = service.engine.snapshot()
+        return {
+            "model": service.card.name,
+            "backend": backend,
+            "chat": service.reader.tokenizer.chat_template is not None,
+            "text_hidden": texts is None,
+            "now": time.time(),
+            "running": now.running,
+            "waiting": now.waiting,
+            "total_tokens": now.total_tokens,
+            "used_tokens": now.used_tokens,
+            "cached_tokens": now.cached_tokens,
+            "oldest": history.oldest,
+            "live": [live_view(trace) for trace in service.live.traces()],
+            "prompts": [summary_view(record) for record in history if record.number > after],
+            "timeline": [slice_view(part) for part in history.timeline.since(time.time() - 3600)],
+        }
+
+    @router.get("/api/prompts/{number}")
+    async def prompt(number: _Number) -> dict[str, Any]:
+        """The map of one prompt."""
+        record = _known(history, number)
+        lenders = await _paraphrase_lenders(service, history, record)
+        return await asyncio.to_thread(prompt_view, record, history.before(record), lenders, texts)
+
+    @router.get("/api/prompts/{number}/why-not")
+    async def why_not(number: _Number) -> dict[str, Any]:
+        """What earlier prompts had of the text that this one computed, and why it was not lent."""
+        record = _known(history, number)
+        earlier = history.before(record)
+        runs = await asyncio.to_thread(shared_runs, record, earlier, _REASONS_SHOWN)
+        explained = await _look(service, lambda engine: explain(engine, record, runs))
+        return why_not_view(explained, len(earlier), record, texts)
+
+    @router.get("/api/tree")
+    async def tree() -> dict[str, Any]:
+        """The tree, its most recently used nodes first."""
+        outline = await _outline(service, history)
+        return {"tree": None if outline is None else tree_view(outline, texts)}
+
+    return router
+
+
+def _known(history: History, number: int) -> Record:
+    record = history.get(number)
+    if record is None:
+        raise RequestError(
+            f"prompt {number} is not remembered (the oldest one is {history.oldest})", status=404
+        )
+    return record
+
+
+async def _paraphrase_lenders(service: Service, history: History, record: Record) -> dict[str, int]:
+    """Numbers of prompts by the nodes that they lie on: a paraphrase's donor has other tokens."""
+    if all(span.tier is not Tier.PARAPHRASE for span in record.spans):
+        return {}
+    outline = await _outline(service, history)
+    nodes = outline.nodes if outline is not None else ()
+    return {str(node.order): int(node.prompts[0]) for node in nodes if node.prompts}
+
+
+async def _outline(service: Service, history: History) -> TreeOutline | None:
+    records = list(history)
+
+    def outline(engine: Engine) -> TreeOutline | None:
+        prompts = [view_of(engine, record, record.tokens) for record in records]
+        return engine.cache.outline(prompts, MOST_NODES)
+
+    return await _look(service, outline)
+
+
+async def _look(service: Service, at: Callable[[Engine], _T]) -> _T:
+    try:
+        return await asyncio.wait_for(service.engine.look(at), _LOOK_SECONDS)
+    except asyncio.TimeoutError:
+        raise RequestError(
+            f"the engine was busy for {_LOOK_SECONDS:g} seconds; try again later", status=503
+        ) from None

@@ -1,0 +1,51 @@
+// Where KV comes from: names, meanings, bars and legends. Colours are in base.css.
+
+import { el, number, percent } from "./dom.js";
+
+export const SOURCES = {
+  exact: "reused as it was: the same beginning",
+  moved: "the same text, moved here from elsewhere",
+  paraphrase: "other words for the same, verified",
+  refreshed: "could have been lent, computed all the same",
+  fresh: "computed",
+};
+export const NAMES = Object.keys(SOURCES);
+export const LENT = ["exact", "moved", "paraphrase"];
+
+const total = (counts) => NAMES.reduce((sum, name) => sum + (counts[name] ?? 0), 0);
+
+export const reused = (counts) =>
+  LENT.reduce((sum, name) => sum + (counts[name] ?? 0), 0) / Math.max(1, total(counts));
+
+// The source that lent most; "fresh" if nothing was lent.
+export const leading = (counts) =>
+  LENT.filter((name) => counts[name]).sort((one, other) => counts[other] - counts[one])[0] ?? "fresh";
+
+// Where text stands in another prompt.
+export const placeLink = (prompt, start, length) => `#/prompts/${prompt}?from=${start}&to=${start + length}`;
+
+const words = (counts) =>
+  NAMES.filter((name) => counts[name]).map((name) => `${percent(counts[name] / total(counts))} ${name}`).join(", ");
+
+// A prompt's composition, by source.
+export function bar(counts) {
+  const parts = NAMES.filter((name) => counts[name]).map((name) =>
+    el("i", { class: `bg-${name}`, style: { "flex-grow": counts[name] } }));
+  return el("div", { class: "bar", role: "img", "aria-label": words(counts) || "nothing" }, parts);
+}
+
+// The same in the order of the prompt's positions.
+export function strip(blocks, length) {
+  const parts = blocks.map((block) =>
+    el("i", { class: `bg-${block.source}`, style: { "flex-grow": block.length } }));
+  return el("div", { class: "bar strip", role: "img", "aria-label": `${blocks.length} blocks over ${number(length)} tokens` }, parts);
+}
+
+export function legend(counts, brief = false) {
+  const sum = Math.max(1, total(counts));
+  return el("ul", { class: brief ? "legend inline" : "legend" }, NAMES.filter((name) => counts[name]).map((name) => {
+    const share = percent(counts[name] / sum);
+    return el("li", {}, el("i", { class: `swatch bg-${name}` }), el("b", {}, name), " ",
+      el("span", { class: "muted" }, brief ? share : `${number(counts[name])} · ${share} · ${SOURCES[name]}`));
+  }));
+}

@@ -1,0 +1,42 @@
+// Why not more? Asked only when somebody wants to know.
+
+import { get } from "./api.js";
+import { el, number, tokens } from "./dom.js";
+import { placeLink } from "./sources.js";
+
+export function whyNot(prompt) {
+  const answer = el("div", { class: "stack", "aria-live": "polite" });
+  const ask = el("button", { type: "button", class: "quiet", onclick: async () => {
+    ask.disabled = true;
+    try {
+      answer.replaceChildren(...reasons(await get(`prompts/${prompt.number}/why-not`)));
+    } catch (problem) {
+      answer.replaceChildren(el("p", { class: "problem" }, problem.message));
+    }
+    ask.disabled = false;
+  } }, "Why not more?");
+  return el("section", { class: "panel stack", "aria-labelledby": "why-title" },
+    el("div", { class: "row between nowrap" },
+      el("div", { class: "title" },
+        el("h2", { id: "why-title" }, "What was computed although it was there"),
+        el("p", { class: "muted small" }, "Compares what this prompt computed with the earlier prompts, and names the gate that refused each shared run.")),
+      ask),
+    answer);
+}
+
+function reasons(found) {
+  if (!found.compared) return [el("p", {}, "There was no earlier prompt to compare with.")];
+  if (!found.runs.length) {
+    return [el("p", {}, found.computed
+      ? `Of the ${tokens(found.computed)} that it computed, no run of 15 or more stands in any of the ${number(found.compared)} earlier prompts that are remembered.`
+      : "It computed nothing that could have been lent.")];
+  }
+  return [el("ol", { class: "reasons" }, found.runs.map((run, at) => el("li", {},
+    el("p", {}, el("b", {}, at ? `${tokens(run.length)} ` : `Longest shared run: ${tokens(run.length)} `),
+      `at ${number(run.start)}, which `,
+      el("a", { href: placeLink(run.donor, run.donor_start, run.length) }, `prompt #${run.donor}`),
+      ` has at ${number(run.donor_start)}.`),
+    run.excerpt ? el("blockquote", {}, run.excerpt, run.length > 40 ? " …" : "") : null,
+    el("p", {}, el("span", { class: "gate" }, run.gate), " ", `${run.reason}.`)))),
+  ];
+}
