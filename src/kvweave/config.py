@@ -116,6 +116,23 @@ class FuzzyConfig:
     fuzzy_self_check_max_decoys: int = _flag(
         0, "Most answers of the self-check that may give the fact of a nearly equal text."
     )
+    fuzzy_semantic_embedder: str = _flag(
+        "minilm",
+        "What the semantic provider compares meanings with; both are packages of their own.",
+        choices="embedders",
+    )
+    fuzzy_semantic_threshold: float = _flag(
+        0.8, "Least likeness, up to 1, of other words that say the same."
+    )
+    fuzzy_semantic_max_share: float = _flag(
+        0.25, "Most of a prompt that may be served in other words; 0: none of it."
+    )
+    fuzzy_semantic_budget_ms: float = _flag(
+        25.0, "Time that a prompt may wait for meanings to be compared, where that may help it."
+    )
+    fuzzy_semantic_index_tokens: int = _flag(
+        131_072, "Tokens whose meaning is remembered; the oldest make room."
+    )
 
     fuzzy_heal: bool = _flag(
         False, "When idle, compute exactly what was served approximately, for whoever asks again."
@@ -131,7 +148,9 @@ class FuzzyConfig:
             "fuzzy_time_budget_ms",
             "fuzzy_heal_queue",
         )
+        found += _positive(self, "fuzzy_semantic_budget_ms", "fuzzy_semantic_index_tokens")
         found += _share(self, "fuzzy_min_reuse_ratio", "fuzzy_max_share")
+        found += _share(self, "fuzzy_semantic_threshold", "fuzzy_semantic_max_share")
         for name in ("fuzzy_self_check_max_kl", "fuzzy_self_check_max_decoys"):
             if not getattr(self, name) >= 0:
                 found.append(f"{flag_name(name)} must be 0 or more, not {getattr(self, name)}")

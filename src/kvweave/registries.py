@@ -27,7 +27,14 @@ def _providers() -> tuple[str, ...]:
     return provider_names()
 
 
+def _embedders() -> tuple[str, ...]:
+    from kvweave.fuzzy.semantic.embedders import embedder_names
+
+    return embedder_names()
+
+
 _REGISTRIES: dict[str, Callable[[], tuple[str, ...]]] = {
     "prefix-cache-backends": _backends,
     "fuzzy-providers": _providers,
+    "embedders": _embedders,
 }

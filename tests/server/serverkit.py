@@ -200,6 +200,7 @@ class FakeEngine:
                 prompt_tokens=len(request.prompt_ids),
                 cached_tokens=self.usage.cached_tokens,
                 moved_tokens=self.usage.moved_tokens,
+                paraphrase_tokens=self.usage.paraphrase_tokens,
             ),
             plan=self.plan if first else (),
             **more,

@@ -49,6 +49,7 @@ def test_the_shape_of_an_answer(client):
             "prompt_tokens_details": {
                 "cached_tokens": 0,
                 "moved_tokens": 0,
+                "paraphrase_tokens": 0,
                 "refreshed_tokens": 0,
             },
         },

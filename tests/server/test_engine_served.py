@@ -229,7 +229,12 @@ def test_text_that_moved_is_reported_span_by_span():
             return answer["usage"]["prompt_tokens_details"], answer["kvweave_plan"]
 
         assert ask([10, 11, 12, 13, 14]) == (
-            {"cached_tokens": 0, "moved_tokens": 0, "refreshed_tokens": 0},
+            {
+                "cached_tokens": 0,
+                "moved_tokens": 0,
+                "paraphrase_tokens": 0,
+                "refreshed_tokens": 0,
+            },
             [],
         )
         details, plan = ask([20, 21, 22])

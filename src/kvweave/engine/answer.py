@@ -113,6 +113,7 @@ class Answer:
                 completion_tokens=sequence.generated,
                 cached_tokens=group.cached_tokens,
                 moved_tokens=group.moved_tokens,
+                paraphrase_tokens=group.paraphrase_tokens,
                 refreshed_tokens=group.refreshed_tokens,
             ),
             logprobs=logprobs,

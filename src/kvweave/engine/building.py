@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from kvweave.config import EngineConfig
 from kvweave.engine.attention import get_backend
@@ -12,7 +13,7 @@ from kvweave.engine.runner import ModelRunner
 from kvweave.errors import ConfigError
 from kvweave.events import EventsConfig, open_sink
 from kvweave.kv.mover import KVMover, TensorMover
-from kvweave.kv.pool import PagePool
+from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import hook
 from kvweave.models.loading import LoadedModel
@@ -43,6 +44,7 @@ def build_machinery(
         events=wanted is not None,
         wait_for_producers=cache_config.cold_group_wait,
         fuzzy=config.fuzzy,
+        decode=_decoder(loaded.tokenizer),
     )
     cache = create_cache(cache_config.prefix_cache_backend, pool, options, make_mover(kv))
     attention = get_backend(config.model.attention_backend, loaded.device)
@@ -58,6 +60,14 @@ def build_machinery(
     # Last: it takes addresses, and starts a thread.
     events = None if wanted is None else open_sink(wanted)
     return Machinery(pool, cache, runner, events, hook.interruptible)
+
+
+def _decoder(tokenizer: Any) -> Callable[[IntArray], str]:
+    def decode(ids: IntArray) -> str:
+        text: str = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
 
 
 def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:

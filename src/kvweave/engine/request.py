@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvweave.engine.types import GenerateRequest
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import Lease, Namespace, RequestView
-from kvweave.prefix.plan import Plan
+from kvweave.prefix.plan import Plan, Tier
 
 
 class Status(Enum):
@@ -27,6 +27,7 @@ class RequestGroup:
         "cached_tokens",
         "moved_tokens",
         "namespace",
+        "paraphrase_tokens",
         "prompt_computed",
         "refreshed_tokens",
         "request",
@@ -44,12 +45,14 @@ class RequestGroup:
         """Some answer's prompt has been computed to its end."""
         self.admitted = False
         self.cached_tokens = self.moved_tokens = self.refreshed_tokens = 0
+        self.paraphrase_tokens = 0
 
     def count_reuse(self, plan: Plan) -> None:
         """Remember what the first admission reused; siblings and returns do not count again."""
         self.admitted = True
         self.cached_tokens = plan.exact
-        self.moved_tokens = plan.served
+        self.moved_tokens = plan.served_by(Tier.MOVED)
+        self.paraphrase_tokens = plan.served_by(Tier.PARAPHRASE)
         self.refreshed_tokens = len(plan.refresh)
 
 
@@ -145,6 +148,7 @@ class Sequence:
                 # A prompt token's log probability comes out of computing the token before it.
                 max_exact=self.scored if self.scores_prompt else None,
                 fuzzy=request.fuzzy and not self.scores_prompt,
+                protected_from=request.protected_from,
             )
         return self._view
 

@@ -94,6 +94,9 @@ class GenerateRequest:
     cache_salt: str | None = None
     fuzzy: bool = True
     """False: this answer must not depend on anything approximate."""
+    protected_from: int | None = None
+    """Where the last question begins, in tokens: from there on nothing is served in other words.
+    None: unknown, and assumed to be long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,8 @@ class Usage:
     cached_tokens: int = 0
     """Exact reuse only; at most prompt_tokens - 1."""
     moved_tokens: int = 0
+    paraphrase_tokens: int = 0
+    """Served in other words than the prompt's own."""
     refreshed_tokens: int = 0
 
 

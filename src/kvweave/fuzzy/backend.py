@@ -13,6 +13,8 @@ from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.fuzzy.donors import DonorTree, slots_of
 from kvweave.fuzzy.guard import Guard, LentDonors
 from kvweave.fuzzy.inflight import Inflight
+from kvweave.fuzzy.paraphrase import ParaphraseGate, split_tiers
+from kvweave.fuzzy.passages import Cutter
 from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate
 from kvweave.fuzzy.providers import create_provider
@@ -41,8 +43,11 @@ class FuzzyCache(RadixCache):
         self._mover = mover
         self._unmoved = 0
         self._donors = DonorTree(self.tree, pool.num_pages)
+        self._donors.decode = options.decode
         self._donors.listener = self._guard = self._provider()
         self._inflight = Inflight(pool.page_size, self._config)
+        cutter = Cutter(options.decode) if options.decode else None
+        self.paraphrases = ParaphraseGate(self._donors, self._config, cutter)
 
     def lease(self, view: RequestView) -> RadixLease:
         lease = super().lease(view)
@@ -83,7 +88,11 @@ class FuzzyCache(RadixCache):
 
     def stats(self) -> CacheStats:
         counters = super().stats()
-        counters.provider = {"failed_moves": self._unmoved, **self._guard.stats()}
+        counters.provider = {
+            "failed_moves": self._unmoved,
+            **self.paraphrases.stats(),
+            **self._guard.stats(),
+        }
         return counters
 
     def refusal(
@@ -97,6 +106,10 @@ class FuzzyCache(RadixCache):
             return Refusal("max-share", "--fuzzy-max-share 0 demands exactness of every request")
         run = Candidate(start=start, length=length, page=-1, donor_start=donor_start)
         return refusal(run, len(view.tokens), exact, self._config)
+
+    def settle(self, seconds: float) -> bool:
+        """Wait for what the provider does in the background; False if it takes longer."""
+        return self._guard.settle(seconds)
 
     def check_structure(self) -> None:
         super().check_structure()
@@ -117,13 +130,15 @@ class FuzzyCache(RadixCache):
         if length - config.fuzzy_min_suffix - exact < config.fuzzy_min_span:
             return []
         runs = []
-        for claim in self._guard.match(view, exact):
+        claims, others = split_tiers(self._guard.match(view, exact))
+        for claim in claims:
             run = self._verified(view, claim)
             if run is None:
                 self._guard.refuse(claim)
             else:
                 runs.append(run)
-        return plan_spans(runs, length, exact, config)
+        pieces = plan_spans(runs, length, exact, config)
+        return self.paraphrases.fill(view, exact, pieces, others) if others else pieces
 
     def _verified(self, view: RequestView, claim: Candidate) -> Candidate | None:
         try:
@@ -154,7 +169,8 @@ class FuzzyCache(RadixCache):
         for piece in pieces:
             node = self._donors.node(piece.page)
             assert node is not None  # locked
-            spans.append(Span(piece.start, piece.length, str(node.order), piece.donor_start))
+            donor = str(node.order)
+            spans.append(Span(piece.start, piece.length, donor, piece.donor_start, piece.tier))
             runs.append(
                 MoveRun(
                     sources=self._donors.slots(piece),

@@ -6,6 +6,7 @@ gave back is not; observing the tree keeps the map from pages to nodes right in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +39,7 @@ class DonorTree:
         self.page_size = tree.page_size
         self.num_pages = num_pages
         self.listener: DonorListener | None = None
+        self.decode: Callable[[IntArray], str] | None = None
         self.publisher = ""
         """The request that publishes right now."""
         self._nodes: dict[int, Node] = {}

@@ -49,6 +49,10 @@ class LentDonors:
             with self._lock:  # after a look that has begun
                 self._lent = False
 
+    @property
+    def decode(self) -> Callable[[IntArray], str] | None:
+        return self._donors.decode
+
     def start(self, page: int) -> int:
         with self._lock:
             return self._there().start(page)
@@ -136,6 +140,10 @@ class Guard:
 
     def clear(self) -> None:
         self._tell(self._provider.clear)
+
+    def settle(self, seconds: float) -> bool:
+        """Wait for the provider's background work; False if it goes on."""
+        return self._provider.settle(seconds)
 
     def stats(self) -> dict[str, float]:
         """What the guard counted, and what the provider tells of itself."""

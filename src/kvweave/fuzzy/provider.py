@@ -1,11 +1,11 @@
 """The public interface for whoever nominates donors.
 
 A provider proposes, and the cache disposes: whatever `match` returns is compared with the live tree
-token by token, pinned and planned before a single slot is copied. So a provider may be wrong, late
-or out of date, and costs at most the reuse of the request it was asked for. Calls come one at a
-time and are waited for; one that takes longer than `--fuzzy-time-budget-ms` is given up on, and
-until it ends the provider is neither asked nor told anything. What can take long belongs on a
-thread of the provider's own.
+token by token (of tier paraphrase, fact by fact), pinned and planned before a slot is copied. So a
+provider may be wrong, late or out of date, and costs at most the reuse of the request it was asked
+for. Calls come one at a time and are waited for; one that takes longer than
+`--fuzzy-time-budget-ms` is given up on, and until it ends the provider is neither asked nor told
+anything. What can take long belongs on a thread of the provider's own.
 
 To add one, publish a factory (a subclass of `FuzzyMatchProvider` is one) under the entry point
 group `kvweave.fuzzy_providers`; docs/example_provider.py is a whole one.
@@ -14,13 +14,14 @@ group `kvweave.fuzzy_providers`; docs/example_provider.py is a whole one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from kvweave.config import FuzzyConfig
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import Namespace, RequestView
+from kvweave.prefix.plan import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,20 @@ class Candidate:
     `page` names the donor: a cached page that holds the donor run's last token, or lies behind it
     on the same path. The way from a page up to its root is unique, so the page, and `donor_start`,
     the run's position in its donor's own prompt, say where the KV is. Positions are absolute.
+
+    Of tier paraphrase, it claims no equal tokens but equal meaning: the run's `donor_tokens` stand
+    for the prompt's last `lead + length` tokens up to `end`, of which the first `lead` are computed
+    (0 where both texts are equally long). `similarity` is how alike the two are, 1 at most.
     """
 
     start: int
     length: int
     page: int
     donor_start: int
+    tier: Tier = Tier.MOVED
+    lead: int = 0
+    similarity: float = 0.0
+    donor_tokens: IntArray | None = field(default=None, compare=False, repr=False)
 
     @property
     def end(self) -> int:
@@ -74,6 +83,11 @@ class Donors(Protocol):
     @property
     def num_pages(self) -> int:
         """Pages are numbered from 0 to below this, and numbers come back for other text."""
+
+    @property
+    def decode(self) -> Callable[[IntArray], str] | None:
+        """Token ids to text, for providers that look at what a prompt says; at any time, from any
+        thread. None where there is no text."""
 
     def start(self, page: int) -> int:
         """The position of the page's first token on its path; -1 if it is not cached."""
@@ -128,6 +142,13 @@ class FuzzyMatchProvider(ABC):
 
     def clear(self) -> None:  # noqa: B027  (optional)
         """Nothing is cached any more."""
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until nothing is left to do in the background; False if there still is something.
+
+        For tests and benches, which otherwise would be faster than any provider.
+        """
+        return True
 
     def stats(self) -> Mapping[str, float]:
         """Numbers worth watching, by name."""

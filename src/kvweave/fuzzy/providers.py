@@ -16,7 +16,10 @@ ProviderFactory: TypeAlias = Callable[[Donors, FuzzyConfig], FuzzyMatchProvider]
 GROUP = "kvweave.fuzzy_providers"
 """The entry point group in which packages offer a `ProviderFactory` under a name."""
 
-_BUILT_IN = {"spans": "kvweave.fuzzy.index:SpanIndex"}
+_BUILT_IN = {
+    "spans": "kvweave.fuzzy.index:SpanIndex",
+    "semantic": "kvweave.fuzzy.semantic.provider:SemanticProvider",
+}
 
 
 def provider_names() -> tuple[str, ...]:

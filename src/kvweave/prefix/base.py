@@ -8,7 +8,7 @@ tree node, a hash or a donor: those stay behind the lease. All backends pass one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -44,6 +44,8 @@ class RequestView:
     `tokens` (int32) are all tokens known so far: the prompt, and the output too when a preempted
     request comes back. `max_exact` bounds the exact prefix in tokens (0: compute everything, as
     prompt logprobs need); None leaves it to the cache. `fuzzy` False forbids anything approximate.
+    From position `protected_from` on, where the last question begins, nothing may be served in
+    other words; None: nobody knows where that is, and the cache is careful.
     """
 
     rid: str
@@ -52,6 +54,7 @@ class RequestView:
     priority: int = 0
     max_exact: int | None = None
     fuzzy: bool = True
+    protected_from: int | None = None
 
 
 class Lease:
@@ -107,13 +110,15 @@ class Lease:
 class CacheOptions:
     """What backends can be told. `eviction` is lru, lfu, slru or priority.
 
-    `fuzzy` is for the backends that reuse more than exact prefixes.
+    `fuzzy` is for the backends that reuse more than exact prefixes; `decode` (token ids to text,
+    special tokens spelled out; from any thread) for those that look at what a prompt says.
     """
 
     eviction: str = "lru"
     events: bool = False
     wait_for_producers: bool = True
     fuzzy: FuzzyConfig | None = None
+    decode: Callable[[IntArray], str] | None = None
 
 
 @dataclass(slots=True)

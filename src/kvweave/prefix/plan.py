@@ -95,6 +95,13 @@ class Plan:
         """Tokens that spans serve and nothing refreshes (the exact prefix is not among them)."""
         return self.length - self.exact - len(self.compute)
 
+    def served_by(self, tier: Tier) -> int:
+        """Tokens that spans of one tier serve and nothing refreshes."""
+        spans = [span for span in self.spans if span.tier is tier]
+        edges = np.array([(span.start, span.end) for span in spans], np.int64).reshape(-1, 2)
+        refreshed = np.diff(np.searchsorted(self.refresh, edges), axis=1)
+        return int(np.diff(edges, axis=1).sum() - refreshed.sum())
+
     @property
     def refreshed(self) -> tuple[tuple[int, int], ...]:
         """`refresh` as runs: (start, length)."""

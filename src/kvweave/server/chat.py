@@ -27,10 +27,16 @@ def chat_router(service: Service) -> APIRouter:
         scored = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(max_tokens=limit, logprobs=scored)
         tools = None if body.tool_choice == "none" else body.tools
-        prompt = await service.reader.chat(body.messages, tools, body.chat_template_kwargs)
+        prompt = await service.reader.conversation(body.messages, tools, body.chat_template_kwargs)
         form = _ChatFormat(service.texts, scored=scored is not None)
         return service.respond(
-            body, [prompt], sampling, form, endpoint="chat", id_prefix="chatcmpl-"
+            body,
+            [prompt.ids],
+            sampling,
+            form,
+            endpoint="chat",
+            id_prefix="chatcmpl-",
+            protected_from=prompt.last_turn,
         )
 
     return router

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import meta
@@ -19,6 +19,13 @@ from kvweave.server.protocol import ChatMessage
 # So many take a few milliseconds; beyond, other requests would notice.
 _OFF_LOOP_CHARS = 8192
 _OFF_LOOP_IDS = 2048
+
+
+class Conversation(NamedTuple):
+    """A conversation's token ids; from `last_turn` on they are the user's last message or later."""
+
+    ids: tuple[int, ...]
+    last_turn: int
 
 
 class PromptReader:
@@ -52,11 +59,45 @@ class PromptReader:
         options: dict[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a conversation, ready for the assistant's turn."""
+        return (await self.conversation(messages, tools, options)).ids
+
+    async def conversation(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Conversation:
+        """As `chat`, and where the last turn of the user begins."""
         if tools and not self.takes_tools:
             raise RequestError("this model's chat template knows no tools", param="tools")
         text = self._render(messages, tools, options or {})
         # The template has written the special tokens already.
-        return await self.encode(text, param="messages", add_special_tokens=False)
+        ids = await self.encode(text, param="messages", add_special_tokens=False)
+        begin = self._last_turn(messages, tools, options or {}, text)
+        if begin == 0:
+            return Conversation(ids, 0)
+        turn = await self.encode(text[begin:], param="messages", add_special_tokens=False)
+        at = len(ids) - len(turn)
+        # Where the turn's first characters share a token with what precedes, nobody can tell.
+        return Conversation(ids, at if ids[at:] == turn else 0)
+
+    def _last_turn(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]] | None,
+        options: dict[str, Any],
+        text: str,
+    ) -> int:
+        """Where the last message of the user begins in `text`, or before; 0 if none can tell."""
+        last = max((at for at, each in enumerate(messages) if each.role == "user"), default=0)
+        if last == 0:
+            return 0
+        try:
+            before = self._render(messages[:last], tools, options, answering=False)
+        except RequestError:  # not every template takes every beginning
+            return 0
+        pairs = enumerate(zip(text, before, strict=False))
+        return next((at for at, (a, b) in pairs if a != b), min(len(text), len(before)))
 
     async def encode(
         self, text: str, *, param: str, add_special_tokens: bool = True
@@ -102,6 +143,7 @@ class PromptReader:
         messages: Sequence[ChatMessage],
         tools: Sequence[dict[str, Any]] | None,
         options: dict[str, Any],
+        answering: bool = True,
     ) -> str:
         if self.tokenizer.chat_template is None:
             raise RequestError(
@@ -119,7 +161,7 @@ class PromptReader:
                 [message.model_dump(exclude_unset=True) for message in messages],
                 tools=list(tools) if tools else None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=answering,
                 **options,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as failure:

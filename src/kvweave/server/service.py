@@ -82,6 +82,7 @@ class Service:
         *,
         endpoint: str,
         id_prefix: str,
+        protected_from: int | None = None,
     ) -> GenerationResponse:
         """The response that will run `prompts` and write them in `form`."""
         rid = body.rid or uuid.uuid4().hex
@@ -93,6 +94,7 @@ class Service:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 fuzzy=body.fuzzy,
+                protected_from=protected_from,
             )
             for place, ids in enumerate(prompts)
         ]

@@ -106,13 +106,15 @@ class Trace:
             first = self.first_token_seconds
             log.info(
                 "rid=%s endpoint=%s outcome=%s prompt_tokens=%d cached_tokens=%d moved_tokens=%d "
-                "refreshed_tokens=%d completion_tokens=%d first_token_ms=%s total_ms=%.1f",
+                "paraphrase_tokens=%d refreshed_tokens=%d completion_tokens=%d first_token_ms=%s "
+                "total_ms=%.1f",
                 self.rid,
                 self.endpoint,
                 self.outcome,
                 self.usage.prompt_tokens,
                 self.usage.cached_tokens,
                 self.usage.moved_tokens,
+                self.usage.paraphrase_tokens,
                 self.usage.refreshed_tokens,
                 self.completion_tokens,
                 "-" if first is None else f"{1e3 * first:.1f}",
@@ -122,11 +124,12 @@ class Trace:
 
 def usage_body(traces: Iterable[Trace]) -> dict[str, Any]:
     """OpenAI's usage object over all prompts of a request, with the sources of their KV."""
-    prompt = completion = cached = moved = refreshed = 0
+    prompt = completion = cached = moved = paraphrase = refreshed = 0
     for trace in traces:
         prompt += trace.usage.prompt_tokens
         cached += trace.usage.cached_tokens
         moved += trace.usage.moved_tokens
+        paraphrase += trace.usage.paraphrase_tokens
         refreshed += trace.usage.refreshed_tokens
         completion += trace.completion_tokens
     return {
@@ -136,6 +139,7 @@ def usage_body(traces: Iterable[Trace]) -> dict[str, Any]:
         "prompt_tokens_details": {
             "cached_tokens": cached,
             "moved_tokens": moved,
+            "paraphrase_tokens": paraphrase,
             "refreshed_tokens": refreshed,
         },
     }

@@ -1,0 +1,1 @@
+"""Other words for the same: donors nominated by meaning, for what alignment left over."""

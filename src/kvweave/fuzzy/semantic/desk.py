@@ -1,0 +1,214 @@
+"""Who is embedded when: what somebody waits for at once, everything else while nobody computes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeAlias
+
+import numpy as np
+
+from kvweave.fuzzy.semantic.embedders import Embedder, Vectors
+
+_log = logging.getLogger(__name__)
+
+Errand: TypeAlias = Callable[[], "Sequence[str]"]
+"""Run on the desk's thread, it says which texts to embed."""
+Delivery: TypeAlias = Callable[[Vectors], None]
+
+_QUIET = 1.0
+"""Seconds without a sign of life from the engine after which it counts as idle."""
+_PATIENCE, _BUSY_SHARE = 30.0, 0.05
+"""Errands that waited so long get this share of the time although the engine is busy."""
+_MOST_ERRANDS = 4096
+_BATCH = 16
+_REMEMBERED = 2048
+_MOST_FAILURES = 3
+
+
+class Desk:
+    """One thread in front of one embedder.
+
+    `urgent` texts come first and are remembered, so that whoever came too late for one prompt has
+    them for the next. Errands wait until the engine is idle; the oldest are dropped when there are
+    too many. An embedder that fails several times in a row is not asked again.
+    """
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        quiet: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._embedder = embedder
+        self._quiet = _QUIET if quiet is None else quiet
+        self._clock = clock
+        self._urgent: deque[tuple[str, Future[Vectors]]] = deque()
+        self._errands: deque[tuple[float, Errand, Delivery]] = deque()
+        self._known: OrderedDict[str, Vectors] = OrderedDict()
+        self._coming: dict[str, Future[Vectors]] = {}
+        self._changed = threading.Condition()
+        self._working = False
+        self._closed = False
+        self._seen = clock()
+        self._rest_until = 0.0
+        self._failures = 0
+        self.counts = dict.fromkeys(("embedded", "dropped", "failed"), 0)
+        """Texts embedded, errands dropped for lack of room, calls of the embedder that failed."""
+        thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="kvweave-embedder")
+        thread.daemon = True
+        weakref.finalize(self, _wake, self._changed)
+        thread.start()
+
+    @property
+    def dead(self) -> bool:
+        """The embedder failed too often: nothing will be embedded any more."""
+        return self._failures >= _MOST_FAILURES
+
+    def busy(self) -> None:
+        """The engine shows a sign of life."""
+        self._seen = self._clock()
+
+    def vectors(self, texts: Sequence[str], seconds: float) -> list[Vectors | None]:
+        """The texts' vectors (dimension), None for those that are not there within `seconds`."""
+        deadline = time.monotonic() + seconds
+        waited = [self._promise(text) for text in texts]
+        return [_within(future, deadline) for future in waited]
+
+    def later(self, errand: Errand, deliver: Delivery) -> None:
+        """Embed what `errand` says when there is time, and hand it to `deliver`; both on a thread
+        of the desk's own."""
+        with self._changed:
+            if self.dead:
+                return
+            if len(self._errands) >= _MOST_ERRANDS:
+                self._errands.popleft()
+                self.counts["dropped"] += 1
+            self._errands.append((self._clock(), errand, deliver))
+            self._changed.notify_all()
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until there is nothing to do; False if there still is after `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(self._done, seconds)
+
+    def close(self) -> None:
+        """Stop; whoever waits gets nothing."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _done(self) -> bool:
+        return self.dead or not (self._urgent or self._errands or self._working)
+
+    def _promise(self, text: str) -> Future[Vectors]:
+        with self._changed:
+            future = self._coming.get(text)
+            if future is not None:
+                return future
+            future = Future()
+            known = self._known.get(text)
+            if known is not None:
+                self._known.move_to_end(text)
+                future.set_result(known)
+            elif self.dead or self._closed:
+                future.cancel()
+            else:
+                self._coming[text] = future
+                self._urgent.append((text, future))
+                self._changed.notify_all()
+            return future
+
+    # On the desk's thread.
+
+    def _turn(self) -> bool:
+        """Do one thing, or wait a while for something to do; False when all is over."""
+        with self._changed:
+            if not (self._urgent or self._may_run_errands()):
+                self._changed.wait(self._quiet / 4 if self._errands else self._quiet * 4)
+            if self._closed:
+                return False
+            urgent = [self._urgent.popleft() for _ in range(min(_BATCH, len(self._urgent)))]
+            errand = None
+            if not urgent and self._may_run_errands():
+                errand = self._errands.popleft()
+            self._working = bool(urgent or errand)
+        try:
+            if urgent:
+                self._serve(urgent)
+            elif errand is not None:
+                self._run(errand)
+        finally:
+            with self._changed:
+                self._working = False
+                self._changed.notify_all()
+        return True
+
+    def _may_run_errands(self) -> bool:
+        if not self._errands or self.dead:
+            return False
+        now = self._clock()
+        if now - self._seen >= self._quiet:
+            return True
+        return now - self._errands[0][0] >= _PATIENCE and now >= self._rest_until
+
+    def _serve(self, urgent: list[tuple[str, Future[Vectors]]]) -> None:
+        found = self._encode([text for text, _ in urgent])
+        with self._changed:
+            for at, (text, future) in enumerate(urgent):
+                del self._coming[text]
+                if found is None:
+                    future.cancel()
+                    continue
+                future.set_result(found[at])
+                self._known[text] = found[at]
+                if len(self._known) > _REMEMBERED:
+                    self._known.popitem(last=False)
+
+    def _run(self, waiting: tuple[float, Errand, Delivery]) -> None:
+        _, errand, deliver = waiting
+        began = self._clock()
+        try:
+            texts = errand()
+            parts = [self._encode(texts[at : at + _BATCH]) for at in range(0, len(texts), _BATCH)]
+            whole = [part for part in parts if part is not None]
+            if whole and len(whole) == len(parts):
+                deliver(np.concatenate(whole))
+        except Exception:
+            _log.exception("what was to be embedded could not be prepared")
+        self._rest_until = self._clock() + (self._clock() - began) / _BUSY_SHARE
+
+    def _encode(self, texts: Sequence[str]) -> Vectors | None:
+        try:
+            found = self._embedder.encode(texts)
+        except Exception:
+            self.counts["failed"] += 1
+            self._failures += 1
+            what = "and is not asked again" if self.dead else "this time"
+            _log.warning("the embedder failed, %s", what, exc_info=True)
+            return None
+        self._failures = 0
+        self.counts["embedded"] += len(texts)
+        return found
+
+
+def _work(reference: weakref.ref[Desk]) -> None:
+    while (desk := reference()) is not None and desk._turn():
+        del desk
+
+
+def _wake(changed: threading.Condition) -> None:
+    with changed:
+        changed.notify_all()
+
+
+def _within(future: Future[Vectors], deadline: float) -> Vectors | None:
+    try:
+        return future.result(max(0.0, deadline - time.monotonic()))
+    except Exception:  # late, cancelled
+        return None
