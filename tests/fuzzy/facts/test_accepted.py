@@ -69,6 +69,8 @@ ACCEPTED = {
         Alice is here, Bob is away and Carol is ill. | Carol is ill. Bob is away. Alice is here.
         If it rains, we stay home. | We stay home if it rains.
         On Monday we close at 5. | We close at 5 on Monday.
+        In Rome, Bob paid 5 euros. | Bob paid 5 euros in Rome.
+        Do You Rent A Large Car? | Do you rent a big car?
         In Rome, how do I park? | How do I park in Rome?
         The fee is 5 euros. Bob paid it. Dan is ill. | Dan is ill. The fee is 5 euros. Bob paid it.
     """,

@@ -80,6 +80,9 @@ REFUSED = {
         Python 3.1 | Python 3.10
         the 1st quarter | the first half
         1,5 | 1.5
+        1,5 kg | 1, 5 kg
+        5 \u2013 10 | 5, 10
+        5\u201410 | 5, 10
         He has 2 sons and 3 daughters. | He has 3 sons and 2 daughters.
     """,
     "units": """
@@ -144,6 +147,14 @@ REFUSED = {
         What is plan B? | What is plan C?
     """,
     "identifiers": """
+        He banks with the Big Bank. | He banks with the Large Bank.
+        Big Bank called. | Large Bank called.
+        Ask the Bike Store. | Ask the Bicycle Shop.
+        Restart shop-api. | Restart store-api.
+        Type "start" to go on. | Type "begin" to go on.
+        Set X = 5 in it. | Set x = 5 in it.
+        Call print(Name) with it. | Call print(name) with it.
+        Set price = 5 in it. | Set cost = 5 in it.
         Track order 48213. | Track order 48231.
         Orders A-17, B-22 and C-35 are late. | Orders A-17, B-23 and C-35 are late.
         Order 0123 | Order 123

@@ -52,6 +52,12 @@ _FOLLOW_ORDERS = (
 )  # fmt: skip
 
 
+def is_title(sentence: Sequence[Token]) -> bool:
+    """Whether It Is Written Like This, so that capitals do not tell what is a name."""
+    small = AUXILIARIES | QUESTIONS | SUBJECTS | words("is are does")
+    return any(token.kind == "name" and token.value in small for token in sentence[1:])
+
+
 def is_order(sentence: Sequence[Token]) -> bool:
     """Whether a sentence seems to tell what to do: then its place among others matters."""
     if len(sentence) < 2 or not sentence[0].is_word or sentence[0].value in _BEGIN_NO_ORDER:

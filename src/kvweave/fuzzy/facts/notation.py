@@ -38,7 +38,11 @@ def blob_tokens(blob: str) -> tuple[Token, ...]:
     if _LETTERS.fullmatch(blob):
         if not _is_latin(blob):
             return (Token("foreign", blob),)
-        return tuple(token for part in blob.split("-") for token in word_tokens(part))
+        if "-" not in blob:
+            return word_tokens(blob)
+        # billing-eu and shop-api may be somebody's names: their words have no synonyms.
+        found = [token for part in blob.split("-") for token in word_tokens(part)]
+        return tuple(Token("name", each.value) if each.is_word else each for each in found)
     if (number := numeral(blob)) is not None:
         return (Token("numeral", number),)
     if (match := _CLOCK.fullmatch(blob)) and (":" in blob or match[3]):
@@ -60,10 +64,8 @@ def blob_tokens(blob: str) -> tuple[Token, ...]:
         return (Token("number", blob),)
     parts = blob.split("/")
     if len(parts) > 1 and all(_LETTERS.fullmatch(part) and _is_latin(part) for part in parts):
-        found = list(blob_tokens(parts[0]))
-        for part in parts[1:]:
-            found += (Token("symbol", "/"), *blob_tokens(part))
-        return tuple(found)
+        first, *others = map(blob_tokens, parts)
+        return sum(((Token("symbol", "/"), *other) for other in others), first)
     return (Token("identifier" if blob.isascii() else "foreign", blob),)
 
 

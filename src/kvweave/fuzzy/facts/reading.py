@@ -10,11 +10,13 @@ from typing import NamedTuple
 from kvweave.fuzzy.facts import english, phrases
 from kvweave.fuzzy.facts.base import Token
 from kvweave.fuzzy.facts.composing import compose
-from kvweave.fuzzy.facts.synonyms import canonical, verb
+from kvweave.fuzzy.facts.synonyms import canonical, inflected, verb
 from kvweave.fuzzy.facts.tokens import tokens_of
 
 _STARTS_QUESTION = english.AUXILIARIES | english.QUESTIONS
-_FACTS = frozenset(("number", "ordinal", "date", "time", "identifier"))
+_FACTS = frozenset(("number", "ordinal", "date", "time", "identifier", "name"))
+_MARKS = frozenset('"():/-&%')
+"""Marks of ordinary prose; others are those of code, formulas and tables."""
 
 
 class Sentence(NamedTuple):
@@ -71,24 +73,22 @@ def _without_courtesies(part: Sequence[Token], first: bool) -> list[Token]:
     kept: list[Token] = []
     segments = list(_segments(part))
     for number, segment in enumerate(segments, 1):
-        said = [token.value for token in segment if token.is_word]
-        all_words, last = len(said) == len(segment), number == len(segments)
-        if all_words and english.is_courtesy(said, first and not kept, last):
-            continue
-        if kept:
-            kept.append(Token("comma", ","))
-        kept += segment
+        inner = segment[1:] if segment and segment[0].kind == "comma" else segment
+        said = [token.value for token in inner if token.is_word]
+        all_words, last = len(said) == len(inner), number == len(segments)
+        if not (all_words and english.is_courtesy(said, first and not kept, last)):
+            kept += segment if kept else inner
     return kept
 
 
 def _segments(part: Sequence[Token]) -> Iterator[list[Token]]:
+    """What stands between commas, each but the first with the comma before it."""
     segment: list[Token] = []
     for token in part:
         if token.kind == "comma":
             yield segment
             segment = []
-        else:
-            segment.append(token)
+        segment.append(token)
     yield segment
 
 
@@ -100,6 +100,9 @@ class _Interpreter:
         self.said = [token.value if token.is_word else "" for token in part]
         self.asks = asks
         self.denies = not english.NEGATIONS.isdisjoint(self.said)
+        self.in_capitals = english.is_title(part)
+        self.literal = any(token.kind == "symbol" and token.value not in _MARKS for token in part)
+        """Code, quoted text and the like: no word stands for another there."""
         self.facts: list[Token] = []
         self.turns: list[int] = []
         self.joints: list[int] = []
@@ -114,9 +117,10 @@ class _Interpreter:
             if item.kind == "comma":
                 self._comma(at)
                 at += 1
-            elif item.is_word:
+            elif item.is_word and not self.literal:
                 at = (begins and self._clause_begins(at)) or self._word(at)
             else:
+                self.literal ^= item.value == '"'
                 self.facts.append(item)
                 at += 1
             begins = item.kind == "comma"
@@ -142,14 +146,13 @@ class _Interpreter:
 
     def _comma(self, at: int) -> None:
         """Left out, unless what it keeps apart would be another fact without it."""
+        leads = bool(self.facts) and self._may_lead(self.facts[0].value)
         around = self.items[at - 1 : at] + self.items[at + 1 : at + 2]
-        if len(around) == 2 and all(
-            token.kind in _FACTS or (token.kind == "name" and place > 0)
-            for place, token in enumerate(around, at - 1)
-        ):
+        keeps = len(around) == 2 and all(each.kind in _FACTS for each in around)
+        if keeps and not (leads and not self.joints):
             self.facts.append(self.items[at])
         self.joints.append(len(self.facts))
-        if self.facts and self._may_lead(self.facts[0].value):
+        if leads:
             self._turn()
 
     def _clause_begins(self, at: int) -> int:
@@ -192,10 +195,15 @@ class _Interpreter:
         return end
 
     def _canonical(self, at: int) -> str:
-        word = self.said[at]
-        if len(word) == 1:
-            return "a" if word == "A" and not self.facts else word
-        return canonical(word.lower())
+        word = self.said[at].lower()
+        return inflected(word) if self._is_name(at) else canonical(word)
+
+    def _is_name(self, at: int) -> bool:
+        """Whether it may be somebody's name: the Large Bank is not the Big Bank."""
+        if self.in_capitals or self.items[at].kind != "name":
+            return False
+        first = at == 0 or self.items[at - 1].kind == "comma"
+        return not first or [each.kind for each in self.items[at + 1 : at + 2]] == ["name"]
 
     def _is_number(self, at: int) -> bool:
         return at < len(self.items) and self.items[at].kind == "number"

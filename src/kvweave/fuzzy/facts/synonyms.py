@@ -122,11 +122,6 @@ password pw pwd
 tomorrow tmrw
 your ur
 as-soon-as-possible asap
-monday mon
-tuesday tue tues
-thursday thu thur thurs
-friday fri
-who whom
 what which
 while whilst
 among amongst
@@ -149,15 +144,23 @@ fulfill fulfil
 skillful skilful
 judgment judgement
 aging ageing
+""")
+_ALWAYS = lines("""
 i me myself
 my mine
 we us
 our ours
 he him
 they them
+who whom
 be is are am been being
 was were
+monday mon
+tuesday tue tues
+thursday thu thur thurs
+friday fri
 """)
+"""Forms of the same word, which even names may have."""
 _DOUBLED = words("begin permit forget stop plan shut get set put cut run submit transfer")
 _SILENT_E = words(
     """activate advertise agree apologize arrange arrive authenticate cancel change charge choose
@@ -197,7 +200,7 @@ def _forms(verb: str) -> list[str]:
 
 
 def _same() -> dict[str, str]:
-    found: dict[str, str] = {}
+    found = dict(_FORMS)
     for first, *others in _VERBS:
         for other in others:
             found |= dict(zip(_forms(other), _forms(first), strict=True))
@@ -206,11 +209,17 @@ def _same() -> dict[str, str]:
     return found
 
 
+_FORMS = {other: first for first, *others in _ALWAYS for other in others}
 _SAME = _same()
+
+
+def inflected(word: str) -> str:
+    """The one form of a word that has no synonyms, because it is quoted or a name."""
+    return _FORMS.get(word, word)
 
 
 @lru_cache(maxsize=32_768)
 def canonical(word: str) -> str:
-    """The one word that stands for all its spellings and synonyms."""
+    """The one word that stands for all its spellings, forms and synonyms."""
     word = _SAME.get(word) or american(word)
     return _SAME.get(word, word)

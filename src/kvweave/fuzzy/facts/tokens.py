@@ -43,7 +43,8 @@ _LONG_DASHES = frozenset(("\u2014", "\u2013", "--"))
 _SAME_SYMBOL = {"\u2264": "<=", "\u2265": ">=", "\u2260": "!=", "\u2248": "~", "\u00d7": "*",
                 "\u00f7": "/"}  # fmt: skip
 _TITLES = words("mr mrs ms dr prof st jr sr vs no approx dept inc ltd etc fig")
-_END, _QUESTION_MARK, _COMMA = Token("end", "."), Token("end", "?"), Token("comma", ",")
+_END, _QUESTION_MARK = Token("end", "."), Token("end", "?")
+_COMMA, _DASH = Token("comma", ","), Token("comma", "-")
 
 
 def tokens_of(text: str) -> list[Token]:
@@ -86,7 +87,9 @@ def _chunk_tokens(chunk: str) -> tuple[Token, ...]:
 def _symbol(piece: str, before: str, after: str) -> Token:
     """One symbol, by what stands around it: a sign, a dash between phrases, an apostrophe."""
     if piece in _COMMAS or piece in _LONG_DASHES:
-        return _COMMA
+        if before[-1:].isdigit() and after.isdigit():
+            return Token("symbol", "," if piece in _COMMAS else "-")  # 1,5 and 1, 5 are not one
+        return _COMMA if piece in _COMMAS else _DASH
     if piece[0] in _ENDS:
         return _QUESTION_MARK if piece in _ASKING else _END
     begins = not before or not (before[-1].isalnum() or before[-1] in ")]")
@@ -97,4 +100,6 @@ def _symbol(piece: str, before: str, after: str) -> Token:
             return Token("sign", "+")
     if piece in _APOSTROPHES and before[-1:] in ("s", "S") and before[0] not in _QUOTES:
         return Token("word", "'s")  # the students' books
+    if piece in "([" and not begins:
+        return Token("symbol", f"call {piece}")  # f(x) is code, and (x) may be prose
     return Token("symbol", '"' if piece in _QUOTES else _SAME_SYMBOL.get(piece, piece))
