@@ -34,6 +34,20 @@ class KVTensors:
         self.keys = [room(at.num_kv_heads, at.key_dim) for at in self.layouts]
         self.values = [room(at.num_kv_heads, at.value_dim) for at in self.layouts]
 
+    @classmethod
+    def over(
+        cls,
+        layouts: Sequence[LayerLayout],
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> KVTensors:
+        """Tensors that somebody else made, of the shapes above, and goes on using."""
+        view = cls.__new__(cls)
+        view.layouts, view.keys, view.values = tuple(layouts), list(keys), list(values)
+        view.page_size, view.num_slots = 1, len(keys[0])
+        view.dtype, view.device = keys[0].dtype, keys[0].device
+        return view
+
     @staticmethod
     def bytes_per_slot(layouts: Sequence[LayerLayout], dtype: torch.dtype) -> int:
         """Memory that one token's KV takes over all layers."""

@@ -1,0 +1,1 @@
+"""kvweave inside other engines. Nothing in kvweave imports from here."""

@@ -1,0 +1,172 @@
+"""How each layer of a model that SGLang loaded turns its keys: tried, never read off its name.
+
+Every attention module is run alone, on one hidden state at several positions, up to the point where
+it would hand keys and values to SGLang's attention. What position did to the key is the layer's
+rotation, and one of the model's own frequency tables has to explain it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvweave.errors import UnsupportedModelError, reason
+from kvweave.kv.layout import LayerLayout
+from kvweave.models.rotation import Floats, Keys, find_rotation
+
+_FAR = 1024
+"""Beyond that, float32 blurs the angle of the fastest pair more than a rotation may be off."""
+
+
+class _Handed(Exception):  # noqa: N818  (no error: it ends a trial run that has shown what it should)
+    """An attention module is about to attend: its key and value."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.key, self.value = key, value
+
+
+class _Layer(NamedTuple):
+    number: int
+    attention: Any
+    """RadixAttention"""
+    around: torch.nn.Module
+    """The module that projects, rotates, and calls it."""
+
+
+def inspect_layers(
+    model: torch.nn.Module,
+    layers: Sequence[int],
+    *,
+    hidden_size: int,
+    context_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[LayerLayout, ...]:
+    """A LayerLayout for each of `layers`, the numbers of those whose KV the pool keeps.
+
+    Raises UnsupportedModelError, as a sentence, for the first layer whose keys cannot be moved.
+    """
+    found = {layer.number: layer for layer in _attention_layers(model)}
+    tables = _frequency_tables(model)
+    hidden = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(0))
+    trial = _Trial(hidden.to(device, dtype), context_length)
+    layouts = []
+    for number in layers:
+        if number not in found:
+            raise UnsupportedModelError(
+                f"layer {number} of this model keeps KV but has no attention that kvweave knows"
+            )
+        try:
+            layouts.append(trial.layout(found[number], tables))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"layer {number} of this model: its keys cannot be moved: {error}"
+            ) from error
+    return tuple(layouts)
+
+
+class _Trial:
+    """Runs attention modules on the same hidden state at chosen positions."""
+
+    def __init__(self, hidden: torch.Tensor, context_length: int) -> None:
+        self._hidden = hidden
+        far = max(1, min(context_length, _FAR) - 2)
+        self._positions = [0, 1, far, far + 1]
+        self._furthest = max(1, context_length - 1)
+
+    def layout(self, layer: _Layer, tables: Sequence[Floats]) -> LayerLayout:
+        key, value = self._run(layer, self._positions)
+        beside_far, _ = self._run(layer, [0, 1, self._furthest, self._furthest])
+        keys = Keys.of(key.transpose(0, 1), np.array(self._positions, np.float64))
+        if not _alike(beside_far[:2], key[:2], keys.tolerance):
+            raise UnsupportedModelError("their frequencies depend on the length of the prompt")
+        if not _alike(value, value[:1], keys.tolerance):
+            raise UnsupportedModelError("position enters values, too")
+        rotary = find_rotation(keys, tables)
+        if rotary is None:
+            raise UnsupportedModelError("position enters them otherwise than by a known rotation")
+        return LayerLayout(key.shape[1], key.shape[2], value.shape[2], rotary=rotary)
+
+    def _run(self, layer: _Layer, positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value (positions, heads, dim) that the layer hands over."""
+        device = self._hidden.device
+        try:
+            with _stopped(layer.attention), torch.inference_mode():
+                layer.around(
+                    positions=torch.tensor(positions, device=device),
+                    hidden_states=self._hidden.repeat(len(positions), 1),
+                    forward_batch=_plain_batch(),
+                )
+        except _Handed as handed:
+            attention, rows = layer.attention, len(positions)
+            heads = attention.tp_k_head_num
+            return (
+                handed.key.reshape(rows, heads, attention.qk_head_dim),
+                handed.value.reshape(rows, heads, attention.v_head_dim),
+            )
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(layer.around).__name__} cannot be tried outside of a forward pass "
+                f"({reason(error)})"
+            ) from error
+        raise UnsupportedModelError(f"{type(layer.around).__name__} does not attend when it is run")
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    """Equal but for what arithmetic blurs."""
+    size = other.float().abs().mean()
+    return bool(((one.float() - other.float()).abs() <= tolerance * size).all())
+
+
+def _plain_batch() -> Any:
+    """What an attention module may ask of the batch: it is a prefill, and nothing special."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+
+
+@contextmanager
+def _stopped(attention: torch.nn.Module) -> Iterator[None]:
+    """Within, calling this one module raises what it was called with."""
+
+    def hand_over(q: Any, k: torch.Tensor, v: torch.Tensor, *_: Any, **extra: Any) -> None:
+        if k is None or extra.get("save_kv_cache") is False or "k_rope" in extra:
+            raise UnsupportedModelError("they are written to the pool on a way of their own")
+        raise _Handed(k, v)
+
+    attention.forward = hand_over
+    try:
+        yield
+    finally:
+        del attention.forward
+
+
+def _attention_layers(model: torch.nn.Module) -> Iterator[_Layer]:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for around in model.modules():
+        for attention in around.children():
+            if isinstance(attention, RadixAttention):
+                yield _Layer(attention.layer_id, attention, around)
+
+
+def _frequency_tables(model: torch.nn.Module) -> list[Floats]:
+    """Every different table of rotary frequencies (radians per position) that the model holds.
+
+    A table's sines and cosines at position 1 are those of its frequencies. It is computed anew in
+    float32, since the model's own copy may be rounded. A constant scale (YaRN) leaves angles alone.
+    """
+    tables: dict[bytes, Floats] = {}
+    for module in model.modules():
+        compute = getattr(module, "_compute_cos_sin_cache", None)
+        if compute is None or not hasattr(module, "cos_sin_cache"):
+            continue
+        cosine, sine = compute()[1].double().cpu().chunk(2, dim=-1)
+        table = torch.atan2(sine, cosine).numpy()
+        tables.setdefault(table.tobytes(), table)
+    return list(tables.values())

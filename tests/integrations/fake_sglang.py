@@ -1,0 +1,365 @@
+"""The part of SGLang that the plug-in touches, small and in memory, under SGLang's own names.
+
+`test_sglang_contract.py` holds it to the list of what the plug-in uses, and, where SGLang is
+installed, holds SGLang to the same list.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclass
+class MatchPrefixParams:
+    key: RadixKey
+    req: Any = None
+
+
+class MatchResult(NamedTuple):
+    device_prefix_len: int
+    last_device_node: Any
+    last_host_node: Any
+    best_match_node: Any
+    host_hit_length: int = 0
+
+
+@dataclass
+class EvictParams:
+    num_tokens: int = 0
+
+
+@dataclass
+class InitLoadBackParams:
+    best_match_node: Any
+    host_hit_length: int
+    req: Any = None
+
+
+class RadixKey:
+    def __init__(
+        self,
+        token_ids: array[int],
+        extra_key: str | None = None,
+        limit: int | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        self.token_ids, self.extra_key, self.limit = token_ids, extra_key, limit
+        self.cache_salt = cache_salt or None
+
+    def pages(self, size: int) -> list[Any]:
+        ids = self.token_ids[: self.limit]
+        space = (self.extra_key, self.cache_salt)
+        return [(space, tuple(ids[at : at + size])) for at in range(0, len(ids) - size + 1, size)]
+
+
+@dataclass(eq=False)
+class Node:
+    """One page."""
+
+    parent: Node | None
+    edge: Any = None
+    slots: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    children: dict[Any, Node] = field(default_factory=dict)
+    locks: int = 0
+    used: int = 0
+
+
+class Allocator:
+    """Whole pages of slots; page 0 is a dummy. Freeing twice is an error, as in SGLang's checks."""
+
+    def __init__(self, size: int, page_size: int, pool: Any) -> None:
+        self.size, self.page_size, self._pool = size, page_size, pool
+        self.pages = list(range(1, size // page_size + 1))
+
+    def get_kvcache(self) -> Any:
+        return self._pool
+
+    def available_size(self) -> int:
+        return len(self.pages) * self.page_size
+
+    def alloc(self, need: int) -> torch.Tensor | None:
+        assert need % self.page_size == 0
+        if need > self.available_size():
+            return None
+        count = need // self.page_size
+        taken, self.pages = self.pages[:count], self.pages[count:]
+        first = torch.tensor(taken, dtype=torch.int64)[:, None] * self.page_size
+        return (first + torch.arange(self.page_size)).flatten()
+
+    def free(self, slots: torch.Tensor) -> None:
+        pages = torch.unique(slots // self.page_size).tolist()
+        assert not set(pages) & set(self.pages), "freed twice"
+        self.pages += pages
+
+
+class UnifiedRadixCache:
+    """A tree with a node per page."""
+
+    def __init__(self, params: Any) -> None:
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size = params.page_size
+        self._clock = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.root = Node(None)
+
+    def supports_fast_match_prefix(self) -> bool:
+        return True
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        node, depth = self.root, 0
+        self._clock += 1
+        for edge in params.key.pages(self.page_size):
+            if edge not in node.children:
+                break
+            node, depth = node.children[edge], depth + 1
+            node.used = self._clock
+        return MatchResult(depth * self.page_size, node, node, node)
+
+    def path_device_indices(self, node: Node) -> torch.Tensor:
+        runs = [at.slots for at in _upwards(node)]
+        return torch.cat([*reversed(runs), torch.zeros(0, dtype=torch.int64)])
+
+    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        return self.path_device_indices(req.last_node)[: req.prefix_len]
+
+    def init_load_back(self, params: InitLoadBackParams) -> Any:
+        raise AssertionError("the fake has no host memory")
+
+    def load_back_is_cache_owned(self) -> bool:
+        return True
+
+    def lock(self, node_id: Node) -> Node:
+        for at in _upwards(node_id):
+            at.locks += 1
+        return node_id
+
+    def unlock(self, lock: Node | None) -> None:
+        for at in _upwards(lock):
+            at.locks -= 1
+            assert at.locks >= 0
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Insert, adopt what is there already, and lock the longer path instead of the old."""
+        node, size = self.root, self.page_size
+        key = RadixKey(req.full_untruncated_fill_ids[:up_to], req.extra_key, None, req.cache_salt)
+        for number, edge in enumerate(key.pages(size)):
+            mine = slice(number * size, (number + 1) * size)
+            if edge not in node.children:
+                node.children[edge] = Node(node, edge, req.row[mine].clone())
+            elif mine.start >= req.kv.cache_protected_len:
+                self.token_to_kv_pool_allocator.free(req.row[mine])
+            node = node.children[edge]
+            req.row[mine] = node.slots
+        lock = self.lock(node)
+        self.unlock(req.lock)
+        req.lock, req.last_node = lock, node
+        req.kv.cache_protected_len = up_to // size * size
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        pass
+
+    def evict(self, params: EvictParams) -> None:
+        for _ in range(-(-params.num_tokens // self.page_size)):
+            leaves = [at for at in self.nodes() if not at.children and not at.locks and at.parent]
+            if not leaves:
+                return
+            leaf = min(leaves, key=lambda at: at.used)
+            self.token_to_kv_pool_allocator.free(leaf.slots)
+            del leaf.parent.children[leaf.edge]
+
+    def nodes(self) -> list[Node]:
+        found, stack = [], [self.root]
+        while stack:
+            found.append(stack.pop())
+            stack += found[-1].children.values()
+        return found
+
+
+def _upwards(node: Node | None) -> Any:
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
+class MHATokenToKVPool:
+    """Keys and values of every slot, layer by layer."""
+
+    def __init__(self, size: int, page_size: int, layers: int, heads: int, dim: int) -> None:
+        self.device, self.start_layer, self.layer_num = "cpu", 0, layers
+        self.kv_cache_layout, self.store_dtype = "nhd", torch.float32
+        shape = (size + page_size, heads, dim)
+        self.k_buffer = [torch.zeros(shape) for _ in range(layers)]
+        self.v_buffer = [torch.zeros(shape) for _ in range(layers)]
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.k_buffer[layer_id]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.v_buffer[layer_id]
+
+
+@dataclass
+class CacheInitParams:
+    token_to_kv_pool_allocator: Any
+    page_size: int
+
+
+@dataclass
+class TreeCacheBuildContext:
+    server_args: Any
+    params: CacheInitParams
+    tp_worker: Any
+    model_config: Any
+    is_hybrid_swa: bool = False
+    is_hybrid_ssm: bool = False
+    disable_radix_cache: bool = False
+    tp_size: int = 1
+
+
+_registered: dict[str, Any] = {}
+
+
+def register_radix_cache_backend(name: str, factory: Any) -> None:
+    if name in _registered:
+        raise ValueError(f"{name} is already registered")
+    _registered[name] = factory
+
+
+def get_radix_cache_factory(name: str) -> Any:
+    return _registered.get(name)
+
+
+def create_unified_radix_cache(ctx: Any, *, cache_class: Any = None) -> Any:
+    return (cache_class or UnifiedRadixCache)(ctx.params)
+
+
+class RadixAttention(torch.nn.Module):
+    def __init__(self, layer_id: int, heads: int, dim: int) -> None:
+        super().__init__()
+        self.layer_id, self.tp_k_head_num = layer_id, heads
+        self.qk_head_dim = self.v_head_dim = dim
+
+    def forward(
+        self, q: Any, k: Any, v: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> Any:
+        raise AssertionError("nothing attends in a trial")
+
+
+class ForwardMode(Enum):
+    EXTEND = 1
+    DECODE = 2
+
+
+def get_schedule() -> Any:
+    return SimpleNamespace(disable_overlap_schedule=True)
+
+
+class SamplingParams:
+    def __init__(self, custom_params: dict[str, Any] | None = None) -> None:
+        self.custom_params = custom_params
+
+
+class Req:
+    """A request, with what a scheduler keeps for it."""
+
+    def __init__(
+        self,
+        rid: str,
+        tokens: Any = (),
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        return_logprob: bool = False,
+        input_embeds: Any = None,
+        positional_embed_overrides: Any = None,
+        session: Any = None,
+    ) -> None:
+        self.rid, self.extra_key, self.cache_salt = rid, extra_key, cache_salt
+        self.full_untruncated_fill_ids = array("q", tokens)
+        self.sampling_params = sampling_params or SamplingParams()
+        self.return_logprob, self.logprob_start_len = return_logprob, -1
+        self.input_embeds, self.session = input_embeds, session
+        self.positional_embed_overrides = positional_embed_overrides
+        self.multimodal_inputs = None
+        self.skip_radix_cache_insert = False
+        self.prefix_len, self.host_hit_length = 0, 0
+        self.last_node: Any = None
+        self.lock: Any = None
+        self.kv = SimpleNamespace(cache_protected_len=0)
+        self.row = torch.zeros(0, dtype=torch.int64)
+
+
+_MODULES = {
+    "mem_cache.registry": (
+        TreeCacheBuildContext,
+        create_unified_radix_cache,
+        get_radix_cache_factory,
+        register_radix_cache_backend,
+    ),
+    "mem_cache.cache_init_params": (CacheInitParams,),
+    "mem_cache.base_prefix_cache": (
+        MatchPrefixParams,
+        MatchResult,
+        EvictParams,
+        InitLoadBackParams,
+    ),
+    "mem_cache.radix_cache": (RadixKey,),
+    "mem_cache.unified_radix_cache": (UnifiedRadixCache,),
+    "mem_cache.memory_pool": (MHATokenToKVPool,),
+    "layers.radix_attention": (RadixAttention,),
+    "model_executor.forward_batch_info": (ForwardMode,),
+    "managers.schedule_batch": (Req,),
+    "sampling.sampling_params": (SamplingParams,),
+    "runtime_context": (get_schedule,),
+}
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Within, `sglang` is the fake, and the plug-in is imported anew against it."""
+    put = {name for name in sys.modules if name.partition(".")[0] == "sglang"}
+    kept = {name: sys.modules.pop(name) for name in [*put, *_plugin_modules()]}
+    _registered.clear()
+    for name, things in _MODULES.items():
+        path = f"sglang.srt.{name}"
+        ends = [at for at, character in enumerate(path) if character == "."]
+        for end in ends:
+            sys.modules.setdefault(path[:end], ModuleType(path[:end]))
+        module = sys.modules[path] = ModuleType(path)
+        for thing in things:
+            setattr(module, thing.__name__, thing)
+    try:
+        yield
+    finally:
+        for name in [at for at in sys.modules if at.partition(".")[0] == "sglang"]:
+            del sys.modules[name]
+        for name in _plugin_modules():
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+def find(name: str) -> Any:
+    """What the fake has under a name of the plug-in's contract."""
+    module, _, path = name.partition(":")
+    things = {thing.__name__: thing for thing in _MODULES[module.removeprefix("sglang.srt.")]}
+    first, *rest = path.split(".")
+    found = things[first]
+    for part in rest:
+        found = getattr(found, part)
+    return found
+
+
+def _plugin_modules() -> list[str]:
+    return [name for name in sys.modules if name.startswith("kvweave.integrations.sglang")]

@@ -1,0 +1,264 @@
+"""Moved spans behind SGLang's exact prefix: what is served, what is not, and that nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import fake_sglang as fake
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("sglang")
+
+HEADER, OTHER, DOCUMENT = range(8), range(16, 28), list(range(100, 148))
+QUESTION, ANSWER = [300, 301, 302], [400, 401]
+
+
+def _server(**about: Any) -> Any:
+    from sglang_world import Server
+
+    return Server(**about)
+
+
+def _prompt(*parts: Any) -> list[int]:
+    return [token for part in parts for token in part]
+
+
+def _taught(**about: Any) -> Any:
+    """A server that knows the document behind one header, and the other header."""
+    server = _server(**about)
+    server.run(_prompt(HEADER, DOCUMENT, QUESTION), ANSWER)
+    server.run(_prompt(OTHER, QUESTION))
+    return server
+
+
+def test_a_document_is_lent_behind_a_header_that_is_cached() -> None:
+    server = _taught()
+    assert server.run(_prompt(OTHER, DOCUMENT, QUESTION, [9]), ANSWER) == len(DOCUMENT) + 2
+    assert server.cache.counts["lent"] == 1
+
+
+def test_what_was_lent_is_never_inserted() -> None:
+    server = _taught()
+    before = len(server.cache.nodes())
+    server.run(_prompt(OTHER, DOCUMENT, [305], [9]), ANSWER)
+    assert len(server.cache.nodes()) == before
+    # So whoever comes after it is lent the same from the exact donor.
+    assert server.run(_prompt(OTHER, DOCUMENT, [305], [9, 9])) == len(DOCUMENT)
+
+
+def test_reordered_passages_come_from_several_donors_in_one_span() -> None:
+    server = _server()
+    first, second = DOCUMENT[:24], DOCUMENT[24:]
+    server.run(_prompt(HEADER, first, second, QUESTION))
+    assert server.run(_prompt(HEADER, second, first, [7, 7, 7])) == len(DOCUMENT)
+
+
+def test_a_span_that_would_not_begin_where_the_prefix_ends_is_computed() -> None:
+    server = _taught()
+    assert server.run(_prompt(OTHER, [50, 51], DOCUMENT, QUESTION)) == 0
+
+
+def test_first_tokens_are_the_requests_own() -> None:
+    server = _server()
+    server.run(_prompt(DOCUMENT, QUESTION))
+    assert server.run(_prompt(DOCUMENT[4:], QUESTION, [9])) == 0, "nothing of its own before"
+    server.run(_prompt(OTHER, QUESTION))
+    assert server.run(_prompt(OTHER, DOCUMENT, QUESTION)) == 0, "a donor's first tokens"
+    assert server.run(_prompt(OTHER, DOCUMENT[2:], QUESTION)) > 0
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_spans_are_whole_pages(page_size: int) -> None:
+    server = _server(page_size=page_size)
+    header, other = list(range(16)), list(range(32, 64))
+    server.run(_prompt(header, DOCUMENT, QUESTION * 6))
+    server.run(_prompt(other, QUESTION * 6))
+    lent = server.run(_prompt(other, DOCUMENT, [9] * 20))
+    assert lent == len(DOCUMENT) // page_size * page_size
+
+
+@pytest.mark.parametrize(
+    ("teacher", "asker"),
+    [
+        ({"cache_salt": "a"}, {"cache_salt": "b"}),
+        ({"cache_salt": "a"}, {}),
+        ({"extra_key": "adapter"}, {}),
+        ({"extra_key": "a", "cache_salt": "b"}, {"extra_key": "b", "cache_salt": "a"}),
+    ],
+)
+def test_nothing_is_lent_across_salts_and_extra_keys(
+    teacher: dict[str, str], asker: dict[str, str]
+) -> None:
+    server = _server()
+    server.run(_prompt(HEADER, DOCUMENT, QUESTION), **teacher)
+    for about in (teacher, asker):
+        server.run(_prompt(OTHER, QUESTION), **about)
+    assert server.run(_prompt(OTHER, DOCUMENT, [9] * 3), **asker) == 0
+    assert server.run(_prompt(OTHER, DOCUMENT, [9] * 3), **teacher) == len(DOCUMENT)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"sampling_params": fake.SamplingParams({"kvweave_fuzzy": False})},
+        {"input_embeds": [[0.0]]},
+        {"positional_embed_overrides": object()},
+        {"session": object()},
+    ],
+)
+def test_who_wants_or_needs_exact_kv_gets_it(about: dict[str, Any]) -> None:
+    server = _taught()
+    prompt = _prompt(OTHER, DOCUMENT, QUESTION, [9])
+    assert server.match(fake.Req("exact", prompt, **about)) == 0
+    assert server.match(fake.Req("any", prompt)) > 0
+
+
+def test_prompt_logprobs_are_computed() -> None:
+    server = _taught()
+    req = fake.Req("logprobs", _prompt(OTHER, DOCUMENT, QUESTION, [9]), return_logprob=True)
+    assert server.match(req) > 0, "logprobs of the output do not need the prompt"
+    req.logprob_start_len = 0
+    assert server.match(req) == 0
+
+
+def test_a_donor_that_went_since_the_match_costs_the_span_only() -> None:
+    server = _taught()
+    req = fake.Req("late", _prompt(OTHER, DOCUMENT, QUESTION, [9]))
+    assert server.match(req) > 0
+    req.lock = server.cache.lock(req.last_node)
+    server.cache.evict(fake.EvictParams(1000))
+    assert server.load(req) == 0
+    server.cache.unlock(req.lock)
+    assert not req.skip_radix_cache_insert
+    server.check([])
+    assert server.match(fake.Req("next", req.full_untruncated_fill_ids)) == 0
+    assert server.cache.counts["gone"] == 1, "the mirror forgot what is gone"
+
+
+def test_without_room_nothing_is_lent_and_nothing_leaks() -> None:
+    server = _taught(slots=96)
+    holder = fake.Req("holder", [500] * 8)
+    server.prefill(holder)
+    while server.allocator.available_size():
+        server.decode(holder, 500)
+    req = fake.Req("late", _prompt(OTHER, DOCUMENT, QUESTION, [9]))
+    assert server.match(req) > 0
+    req.lock = server.cache.lock(req.last_node)
+    assert server.load(req) == 0
+    assert server.cache.counts["no_room"] == 1
+    server.cache.unlock(req.lock)
+    server.release(holder, finished=False)
+    server.check([])
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_copy_that_fails(alone: bool) -> None:
+    """Alone, the request goes on without it; a rank among others must not go on alone."""
+    server = _taught(alone=alone)
+
+    def fail(runs: Any) -> None:
+        raise MemoryError("no memory for the copy")
+
+    server.mover.move = fail
+    prompt = _prompt(OTHER, DOCUMENT, QUESTION, [9])
+    if alone:
+        assert server.run(prompt, ANSWER) == 0
+        assert server.cache.counts["failed"] == 1
+    else:
+        with pytest.raises(MemoryError):
+            server.run(prompt)
+
+
+def test_a_fault_of_ours_leaves_a_plain_cache() -> None:
+    server = _taught()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    server.cache.mirror.find = fail
+    assert server.run(_prompt(OTHER, DOCUMENT, QUESTION, [9])) == 0
+    server.cache.mirror.add = fail
+    server.run([1, 2, 3])
+
+
+def test_a_waiting_request_is_looked_up_once() -> None:
+    server = _taught()
+    asked = server.cache.mirror.stats()["asked"]
+    req = fake.Req("waiting", _prompt(OTHER, DOCUMENT, QUESTION, [9]))
+    for _ in range(5):
+        assert server.match(req) > 0
+    assert server.cache.mirror.stats()["asked"] == asked + 1
+
+
+def test_a_retracted_request_is_lent_its_span_again() -> None:
+    server = _taught()
+    req = fake.Req("retracted", _prompt(OTHER, DOCUMENT, QUESTION, [9]))
+    lent = server.prefill(req)
+    server.decode(req, 400)
+    server.release(req, finished=False)
+    server.check([])
+    assert server.prefill(req) >= lent > 0
+    server.check([req])
+    server.release(req)
+    server.check([])
+
+
+def test_after_a_flush_nothing_is_known() -> None:
+    server = _taught()
+    for node in server.cache.nodes():
+        if len(node.slots):
+            server.allocator.free(node.slots)
+    server.cache.reset()
+    server.check([])
+    server.run(_prompt(OTHER, QUESTION))
+    assert server.run(_prompt(OTHER, DOCUMENT, QUESTION)) == 0
+
+
+def _traffic(seed: int, count: int) -> list[list[int]]:
+    """Prompts of few headers, documents and questions, in random order and number."""
+    chance = random.Random(seed)
+    headers = [[at] * 2 + list(range(8 * at, 8 * at + chance.randint(4, 12))) for at in range(4)]
+    documents = [
+        [chance.randrange(64, 512) for _ in range(chance.randint(8, 60))] for _ in range(6)
+    ]
+    prompts = []
+    for _ in range(count):
+        parts = [chance.choice(headers), *chance.sample(documents, chance.randint(1, 3))]
+        prompts.append([*_prompt(*parts), *(chance.randrange(512) for _ in range(3))])
+    return prompts
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_random_traffic_under_pressure(page_size: int) -> None:
+    """Several requests at a time, eviction, retraction: slots add up and hold what they should."""
+    chance = random.Random(page_size)
+    server = _server(slots=480, page_size=page_size)
+    running: list[fake.Req] = []
+    lent = 0
+    for number, prompt in enumerate(_traffic(page_size, 120)):
+        req = fake.Req(str(number), prompt)
+        lent += server.prefill(req) > 0
+        running.append(req)
+        for other in running:
+            server.decode(other, chance.randrange(512))
+        while len(running) > chance.randint(0, 2):
+            gone = running.pop(chance.randrange(len(running)))
+            server.release(gone, finished=chance.random() < 0.8)
+        server.check(running)
+    assert lent > 20
+    assert server.cache.counts["gone"] > 0, "nothing was evicted unseen"
+
+
+def test_ranks_with_the_same_requests_decide_alike() -> None:
+    """Where slots lie, and what was computed when, has no part in it."""
+    ranks = [_server(slots=700), _server(slots=700)]
+    ranks[1].allocator.pages.reverse()
+    for prompt in _traffic(7, 60):
+        lent = {rank.run(prompt) for rank in ranks}
+        assert len(lent) == 1
+    first, second = (rank.cache.counts for rank in ranks)
+    assert first == second
+    assert first["lent"] > 10
+    assert not torch.equal(*(rank.cache.nodes()[5].slots for rank in ranks))
