@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engines import ENVIRONMENT, Engine, lent, running, server_arguments
 
-from conftest import ENVIRONMENT, Engine, lent, running, server_arguments
-
-COMMON = "Below is a list of rooms. Each has a team, a state and a door. Nothing else is known of them."
+COMMON = "Below is a list of rooms. Each has a team, a state and a door. No more is known of them."
 """Ends both rules, so that a page that holds the end of one is found behind the other, too."""
-RULES = tuple(f"{rule} {COMMON}\n" for rule in ("Answer in a few words.", "Read this and be brief."))
+RULES = tuple(f"{rule} {COMMON}\n" for rule in ("Answer in a few words.", "Read, and be brief."))
 FUZZY = {"radix_cache_backend": "fuzzy_match"}
 SETTINGS = {
     "overlapped": ({}, {}),
