@@ -95,6 +95,17 @@ def test_unrelated_prompts_are_not_served(run: Run) -> None:
     assert (ratio.n, ratio.baseline) == (3, "radix")
 
 
+def test_healing_makes_exact_what_comes_again(run: Run) -> None:
+    report = run("heal")
+    assert values(report, "again_exact") == {"off": 0.0, "on": 1.0}
+    healed = values(report, "healed_prompts")
+    assert (healed["off"], healed["on"]) == (0, 2)
+    assert values(report, "dropped_heals") == {"off": 0, "on": 0}
+    ratio = by_arm(report, "first_token_p95_ratio")["on"]
+    assert (ratio.n, ratio.baseline, ratio.ratio) == (2, "off", ratio.value)
+    assert ratio.p5 <= ratio.value <= ratio.p95
+
+
 def test_lookup_needs_no_model(run: Run) -> None:
     report = run("lookup")
     assert report.model is None
