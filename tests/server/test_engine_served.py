@@ -12,7 +12,7 @@ import pytest
 from enginekit import EOS, LetterTokenizer, OracleRunner, make_world, oracle_answer
 from serverkit import RunningServer, eventually, toy_card, toy_tokenizer
 
-from kvweave.config import ServerConfig
+from kvweave.config import FuzzyConfig, ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.prefix.registry import backend_names
 from kvweave.server.generation import LiveGenerations
@@ -73,6 +73,28 @@ def test_200_clients_of_which_a_third_vanish(backend):
         assert client.post("/flush_cache").status_code == 200
     world.assert_idle()
     assert world.engine.snapshot().free_tokens == 1024
+
+
+def test_a_prompt_served_from_moved_text_hits_exactly_once_the_server_was_idle():
+    fuzzy = FuzzyConfig(fuzzy_heal=True, fuzzy_time_budget_ms=10_000.0)
+    world, server = serve("fuzzy_match", fuzzy=fuzzy)
+    document, header = list(range(60)), list(range(80, 90))
+    with server, server.client() as client:
+
+        def ask(prompt):
+            body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+            reply = client.post("/v1/completions", json=body).json()
+            return reply["choices"][0]["text"], reply["usage"]["prompt_tokens_details"]
+
+        ask([*document, 1, 2, 3])
+        text, details = ask(header + document + [4] * 9)
+        assert details["moved_tokens"] > 40
+        metric = 'kvweave:healed_prompts_total{model_name="toy"} 1.0'
+        assert eventually(lambda: metric in client.get("/metrics").text)
+        again, details = ask(header + document + [4] * 9)
+        assert (details["cached_tokens"], details["moved_tokens"]) == (76, 0)
+        assert again == text
+        assert_idle(world, client)
 
 
 @pytest.mark.parametrize("stream", [False, True])
