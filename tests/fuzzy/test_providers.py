@@ -40,7 +40,7 @@ def test_the_built_in_provider_is_the_default_and_always_there() -> None:
 
 def test_packages_offer_providers_by_name(offer: Callable[..., None]) -> None:
     offer(theirs="kvweave.fuzzy.index:SpanIndex", spans="not.there:Nothing")
-    assert provider_names() == ("spans", "semantic", "theirs")
+    assert provider_names() == ("spans", "semblend", "semantic", "theirs")
     validate(replace(SMALL, fuzzy_provider="theirs"))
     config = replace(SMALL, fuzzy_provider="theirs")
     assert World(config=config).serve(text(1, 40)).lease.plan.spans == ()
@@ -49,12 +49,12 @@ def test_packages_offer_providers_by_name(offer: Callable[..., None]) -> None:
 def test_an_unknown_name_is_refused_with_those_there_are(offer: Callable[..., None]) -> None:
     offer(theirs="kvweave.fuzzy.index:SpanIndex")
     with pytest.raises(
-        ConfigError, match="no fuzzy provider 'other'; there are spans, semantic, theirs"
+        ConfigError, match="no fuzzy provider 'other'; there are spans, semblend, semantic, theirs"
     ):
         create_provider("other", World().cache._donors, SMALL)
     with pytest.raises(
         ConfigError,
-        match="--fuzzy-provider is one of spans, semantic, theirs, not 'other'",
+        match="--fuzzy-provider is one of spans, semblend, semantic, theirs, not 'other'",
     ):
         validate(replace(SMALL, fuzzy_provider="other"))
 

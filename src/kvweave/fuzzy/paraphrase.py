@@ -81,7 +81,7 @@ class ParaphraseGate:
     ) -> list[Candidate]:
         """`pieces` and those of `claims` that pass, ascending; first come, first served.
 
-        Where nothing was moved, nothing is paraphrased either: such a request stays exact.
+        Where nothing was moved, less than the least worthwhile share leaves the request exact.
         """
         length = len(view.tokens)
         moved = sum(piece.length for piece in pieces)
@@ -90,7 +90,7 @@ class ParaphraseGate:
             int(self._config.fuzzy_max_share * length) - moved,
         )
         chosen = list(pieces)
-        for claim in claims if pieces else ():
+        for claim in claims:
             try:
                 if self._overlaps(claim, chosen) or claim.length > room:
                     continue  # its place is taken, most often by a better one
@@ -103,6 +103,9 @@ class ParaphraseGate:
                 room -= claim.length
             else:
                 self._note(view, claim, *refusal)
+        served = sum(piece.length for piece in chosen)
+        if not pieces and served < self._config.fuzzy_min_reuse_ratio * length:
+            return []
         return sorted(chosen, key=lambda piece: piece.start)
 
     def stats(self) -> dict[str, float]:

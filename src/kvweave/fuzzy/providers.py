@@ -18,6 +18,7 @@ GROUP = "kvweave.fuzzy_providers"
 
 _BUILT_IN = {
     "spans": "kvweave.fuzzy.index:SpanIndex",
+    "semblend": "kvweave.fuzzy.semblend:SemblendProvider",
     "semantic": "kvweave.fuzzy.semantic.provider:SemanticProvider",
 }
 
