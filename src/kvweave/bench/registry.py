@@ -12,7 +12,17 @@ from kvweave.bench.report import Report, check_writable, describe_machine
 from kvweave.bench.setting import Setting
 from kvweave.errors import ConfigError, KvweaveError
 
-_NAMES = ("cold-groups", "engine", "moved", "shapes", "lookup", "unrelated", "heal", "quality")
+_NAMES = (
+    "cold-groups",
+    "engine",
+    "moved",
+    "shapes",
+    "lookup",
+    "unrelated",
+    "heal",
+    "paraphrase-gate",
+    "quality",
+)
 
 
 def bench_names() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kvweave.bench.base import BenchOptions
 from kvweave.bench.measure import progress_bar
+from kvweave.bench.texts import Text, load
 from kvweave.bench.workloads.corpus import Corpus
 from kvweave.config import ModelConfig
 from kvweave.models.loading import LoadedModel, load_model
@@ -23,6 +24,7 @@ class Setting:
         self.n = n
         """Cases or rounds, as the bench counts them."""
         self.console = console
+        self._origins: dict[str, str] = {}
 
     @property
     def seed(self) -> int:
@@ -54,7 +56,13 @@ class Setting:
     @property
     def text_origins(self) -> dict[str, str]:
         """Packages and versions of the texts that were read."""
-        return self.corpus.origins if "corpus" in self.__dict__ else {}
+        return self._origins | (self.corpus.origins if "corpus" in self.__dict__ else {})
+
+    def texts(self, name: str) -> tuple[Text, ...]:
+        """A source's texts as they are, for benches that need no model to read them."""
+        found = load(name)
+        self._origins[name] = found.origin
+        return found.texts
 
     def progress(self, what: str, total: int) -> AbstractContextManager[Callable[[], None]]:
         """A bar on the screen; gives the function that advances it by one."""

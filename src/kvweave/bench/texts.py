@@ -140,6 +140,18 @@ def _examples() -> tuple[str, list[Text]]:
     return "lm_eval 0.4.13", texts
 
 
+def _question_pairs() -> tuple[str, list[Text]]:
+    """Pairs of questions: one as body, the other as the fact `other`, and the pair's `category`."""
+    path = "fow_cache/data/pairs.jsonl"
+    files = wheel_files("fow_cache", "0.1.0", _FOW_CACHE_SHA256, path)
+    pairs = [json.loads(line) for line in files[path].decode("utf-8").splitlines() if line]
+    texts = [
+        Text(pair["id"], pair["a"], {"other": pair["b"], "category": pair["category"]})
+        for pair in pairs
+    ]
+    return "fow-cache 0.1.0", texts
+
+
 _SENTENCES = {
     "subregion": "{name} is a country in {value}.",
     "capital": "The capital of {name} is {value}.",
@@ -154,6 +166,7 @@ _SENTENCES = {
 _INSPECT_EVALS_SHA256 = "1d5735999b1c4e481162cacc29b962beeefd540c1e6222cccfdb40e79e8d459d"
 _COUNTRYINFO_SHA256 = "b02f6f534f0a3b9cdc73fba7e08f247e39826acfa54bf080f8e4eba812066350"
 _LM_EVAL_SHA256 = "5daaa1973bf874005f64f28d3834b875f6886f0d6475878e6a6c821994a5286a"
+_FOW_CACHE_SHA256 = "9857fda26ab05141bc982c85a34f5e7ae52b81514979a8a8fc64d8d6f1646de1"
 
 _SOURCES = {
     "debian-faq": _Source(
@@ -177,6 +190,7 @@ _SOURCES = {
     "banking": _Source("MIT", _banking),
     "countries": _Source("MIT", _countries),
     "gsm8k-cot": _Source("MIT", _examples),
+    "fow-cache": _Source("CC-BY-4.0", _question_pairs),
 }
 
 
