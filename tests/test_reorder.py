@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.base import CacheOptions, Namespace, PrefixCache, RequestView
 from kvweave.prefix.registry import create_cache
-from kvweave.reorder import CachedPrefixes, Pieces, SeenPrompts, propose
+from kvweave.reorder import (
+    CachedPrefixes,
+    Pieces,
+    Proposal,
+    SeenPrompts,
+    confirmed,
+    propose,
+    tokens_within,
+)
 
 HEAD, TAIL = np.array([1, 2], np.int32), np.array([3], np.int32)
 
@@ -127,3 +135,33 @@ def test_seen_prompts_forgets_the_oldest() -> None:
     for start in (10, 20, 30):
         seen.add(piece(start, 4))
     assert [seen.match_length(piece(start, 4)) for start in (10, 20, 30)] == [0, 4, 4]
+
+
+def test_the_whole_prompts_decide() -> None:
+    given, proposed = piece(100, 20), piece(200, 20)
+    promise = Proposal((1, 0), 0, 20)
+    kept = confirmed(SeenPrompts([proposed[:15], given[:4]]), promise, given, proposed)
+    assert kept == Proposal((1, 0), 4, 15)
+    broken = confirmed(SeenPrompts([given[:4]]), promise, given, proposed)
+    assert broken == Proposal((0, 1), 4, 4)
+    assert not broken.gain
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("a b", ["a", "_", "b"]),
+        ("a\n", ["a", "\n"]),
+        ("\na", ["_", "\n", "a"]),  # two line ends are one token: it is read on its own
+        ("", []),
+    ],
+)
+def test_pieces_have_no_space_before_them_that_the_whole_text_has_not(
+    text: str, tokens: list[str]
+) -> None:
+    def encode(text: str) -> list[int]:
+        """Puts a space before everything, and knows a token of two line ends."""
+        return [ord(each) for each in f" {text}".replace(" ", "_").replace("\n\n", "\f")]
+
+    assert tokens_within(encode, text).tolist() == [ord(each) for each in tokens]
+    assert tokens_within(encode, text).dtype == np.int32

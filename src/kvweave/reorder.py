@@ -13,7 +13,7 @@ answers with an order and what it gains, and whoever owns the prompt decides.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -83,6 +83,30 @@ def propose(pieces: Pieces, known: Prefixes, max_lookups: int = 256) -> Proposal
     order = search.best + tuple(at for at in given if at not in search.best)
     # What follows the best beginning may be known as well, and pages may end in it.
     return Proposal(order, as_given, known.match_length(pieces.prompt(order)))
+
+
+def confirmed(
+    known: Prefixes, proposal: Proposal, as_given: IntArray, proposed: IntArray
+) -> Proposal:
+    """The proposal as the whole prompts bear it out: in the given order if that is no worse.
+
+    Pieces were tokenised one by one; in one go, a token may reach across where two of them meet.
+    """
+    given, exact = known.match_length(as_given), known.match_length(proposed)
+    if exact > given:
+        return Proposal(proposal.order, given, exact)
+    return Proposal(tuple(range(len(proposal.order))), given, given)
+
+
+def tokens_within(encode: Callable[[str], Sequence[int]], text: str) -> IntArray:
+    """The tokens of `text` where it stands inside a longer one, behind the end of a line.
+
+    `encode` adds no special tokens. Some tokenizers put a space before all that they are given, and
+    would do so before every piece.
+    """
+    joint, joined = list(encode("\n")), list(encode(f"\n{text}"))
+    within = joined[: len(joint)] == joint
+    return np.array(joined[len(joint) :] if within else list(encode(text)), np.int32)
 
 
 class _Search:

@@ -205,6 +205,22 @@ def test_a_script_gets_completions_by_prompt_and_sample(llm):
     assert llm.generate([]) == []
 
 
+def test_an_order_is_proposed_and_what_it_promises_is_reused(llm: LLM) -> None:
+    head, tail = "Read this:\n", "What is it about?"
+    pieces = [f"{name * 12} is the {name} of pieces.\n" for name in ("one", "two", "three")]
+    once = SamplingParams(max_tokens=1, temperature=0)
+    llm.flush_cache()
+    assert llm.propose_order(head, pieces, tail).order == (0, 1, 2)
+    llm.generate(head + pieces[2] + pieces[0] + pieces[1] + "Who wrote it?", once)
+    proposal = llm.propose_order(head, pieces, tail)
+    assert proposal.order == (2, 0, 1)
+    assert proposal.exact_as_given == 0
+    prompt = head + "".join(pieces[at] for at in proposal.order) + tail
+    [answer] = llm.generate(prompt, once)
+    assert answer.usage.cached_tokens == proposal.exact > 0.8 * answer.usage.prompt_tokens
+    assert llm.propose_order(head, [pieces[at] for at in proposal.order], tail).gain == 0
+
+
 def test_a_script_may_bring_more_prompts_than_may_wait(tiny_folder):
     llm = LLM(str(tiny_folder("llama")), max_queued_requests=2, max_total_tokens=2048)
     found = llm.generate([[i, 7, 9] for i in range(12)], SamplingParams(max_tokens=2, n=2))

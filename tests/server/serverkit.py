@@ -25,6 +25,7 @@ from kvweave.engine.types import (
 )
 from kvweave.errors import OverloadedError, RequestError
 from kvweave.prefix.plan import Span
+from kvweave.reorder import SeenPrompts
 from kvweave.server.app import build_app
 from kvweave.server.model_card import ModelCard
 from kvweave.server.run import DrainingServer, bind
@@ -81,6 +82,9 @@ class FakeEngine:
         self.answer: Callable[[GenerateRequest, int], str] = lambda request, index: TEXT * 100
         self.usage = Usage()
         self.plan: tuple[Span, ...] = ()
+        self.known = SeenPrompts()
+        """What `prefixes` gives; the salts under which it was asked for are in `salts`."""
+        self.salts: list[str | None] = []
         self.busy_flush = False
         self.reversed_answers = False
 
@@ -98,6 +102,10 @@ class FakeEngine:
 
     async def look(self, at):
         return at(self)
+
+    def prefixes(self, cache_salt):
+        self.salts.append(cache_salt)
+        return self.known
 
     def snapshot(self) -> EngineSnapshot:
         waiting = sum(phase == "queue" for phase in self.phases.values())

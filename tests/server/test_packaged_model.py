@@ -150,6 +150,36 @@ def test_together_as_alone(ai, model):
         assert [answer.choices[0].message.content for answer in answers] == alone
 
 
+def test_parts_in_an_order_that_is_cached_need_not_be_computed_again(ai, model):
+    passages = [FACTS[at : at + 500] for at in (0, 500, 1000, 1500)]
+
+    def ask_about(question, order, **more):
+        texts = ["Read the text.", *(passages[at] for at in order), question]
+        content = [{"type": "text", "text": text} for text in texts]
+        answer = ai.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": content}],
+            temperature=0,
+            max_tokens=8,
+            extra_body={"cache_salt": "order", **more},
+        )
+        return answer, answer.usage.prompt_tokens_details.cached_tokens
+
+    ask_about("Where is item 3?", (2, 0, 3, 1))
+    _, as_given = ask_about("Where is item 9?", (0, 1, 2, 3))
+    answer, cached = ask_about("And item 12?", (0, 3, 1, 2), reorder={"parts": [1, 2, 3, 4]})
+    # As sent, the four parts are the passages 0, 3, 1, 2; both cached orders begin otherwise.
+    used = [(0, 3, 1, 2)[part - 1] for part in answer.kvweave_order["parts"]]
+    assert used in ([2, 0, 3, 1], [0, 1, 2, 3])
+    assert answer.kvweave_order["cached_tokens"] == cached
+    assert cached > 0.9 * answer.usage.prompt_tokens
+    assert as_given < 64
+    sent_so, again = ask_about("And item 12?", used)
+    assert sent_so.choices[0].message.content == answer.choices[0].message.content
+    assert sent_so.usage.prompt_tokens == answer.usage.prompt_tokens
+    assert again >= cached
+
+
 def test_at_the_end_no_request_owns_a_page(server):
     with server.client() as client:
 

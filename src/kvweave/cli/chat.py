@@ -14,7 +14,7 @@ from kvweave.cli.session import Session, open_session
 from kvweave.config import EngineConfig
 from kvweave.engine.types import GenerateRequest, Usage
 from kvweave.errors import KvweaveError, RequestError
-from kvweave.server.protocol import ChatMessage
+from kvweave.server.messages import ChatMessage
 
 _HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 

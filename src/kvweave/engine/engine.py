@@ -31,6 +31,7 @@ from kvweave.errors import (
     RequestError,
 )
 from kvweave.prefix.base import Namespace
+from kvweave.reorder import CachedPrefixes
 
 if TYPE_CHECKING:
     from kvweave.models.loading import LoadedModel
@@ -130,6 +131,10 @@ class Engine:
             self._step()
             self._tell()
         return self._take_deltas()
+
+    def prefixes(self, cache_salt: str | None = None) -> CachedPrefixes:
+        """What of a prompt is cached as its exact prefix now, for whoever may choose its order."""
+        return CachedPrefixes(self.cache, self.namespace(cache_salt))
 
     @torch.inference_mode()
     def heal(self, wanted: Callable[[], bool] = lambda: False) -> bool:

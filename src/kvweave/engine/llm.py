@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from numbers import Integral
 from typing import Any, TypeAlias, overload
+
+import numpy as np
 
 from kvweave.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.errors import ConfigError
+from kvweave.kv.pool import IntArray
+from kvweave.reorder import Pieces, Proposal, confirmed, propose, tokens_within
 
 Prompt: TypeAlias = str | Sequence[int]
 Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
@@ -78,6 +83,25 @@ class LLM:
             self.engine.limits.check(request)
         answers = self._run(requests)
         return answers[0] if single else answers
+
+    def propose_order(self, head: str, pieces: Sequence[str], tail: str = "") -> Proposal:
+        """The order of `pieces` in which most of head, pieces and tail is cached: exact reuse.
+
+        Nothing is reordered: `order` lists indices of `pieces`, and whoever takes it joins them
+        so, without anything between them. `gain` 0 means that no order is better than the given.
+        """
+
+        def prompt(order: Iterable[int]) -> IntArray:
+            text = "".join([head, *(pieces[at] for at in order), tail])
+            return np.array(self.tokenizer.encode(text), np.int32)
+
+        def within(text: str) -> IntArray:
+            return tokens_within(partial(self.tokenizer.encode, add_special_tokens=False), text)
+
+        known = self.engine.prefixes()
+        beginning = np.array(self.tokenizer.encode(head), np.int32)
+        proposal = propose(Pieces(beginning, [*map(within, pieces)], within(tail)), known)
+        return confirmed(known, proposal, prompt(range(len(pieces))), prompt(proposal.order))
 
     def flush_cache(self) -> None:
         """Forget all cached KV."""

@@ -38,6 +38,8 @@ class Envelope:
     model: str
     body: GenerationBody
     traces: Sequence[Trace]
+    order: dict[str, Any] | None = None
+    """In which order a prompt's parts were used, if the client left that open."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -105,6 +107,8 @@ class PlainWriter:
         ]
         answer = envelope.around(self._form.whole, choices)
         answer["usage"] = usage_body(envelope.traces)
+        if envelope.order is not None:
+            answer["kvweave_order"] = envelope.order
         if envelope.body.return_plan:
             answer["kvweave_plan"] = [
                 span for place in sorted(self._plans) for span in self._plans[place]
@@ -123,6 +127,7 @@ class StreamWriter:
         self._envelope = envelope
         self._form = form
         self._planned: set[int] = set()
+        self._order = envelope.order
         options = envelope.body.stream_options
         self._usage_at_end = options is not None and options.include_usage
         self._usage_always = options is not None and options.continuous_usage_stats
@@ -145,6 +150,9 @@ class StreamWriter:
                 if plan is not None:
                     event["kvweave_plan"] = plan
                     plan = None
+                if self._order is not None:
+                    event["kvweave_order"] = self._order
+                    self._order = None
                 yield event
 
     def end(self) -> dict[str, Any] | None:

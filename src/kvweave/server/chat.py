@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from kvweave.engine.types import Completion, OutputDelta, TokenLogprob
 from kvweave.server.protocol import ChatBody
+from kvweave.server.reordering import ordered
 from kvweave.server.service import Service
 from kvweave.server.token_texts import TokenTexts, finite
 
@@ -27,7 +28,11 @@ def chat_router(service: Service) -> APIRouter:
         scored = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(max_tokens=limit, logprobs=scored)
         tools = None if body.tool_choice == "none" else body.tools
-        prompt = await service.reader.conversation(body.messages, tools, body.chat_template_kwargs)
+        reader, options, order = service.reader, body.chat_template_kwargs, None
+        if body.reorder is None:
+            prompt = await reader.conversation(body.messages, tools, options)
+        else:
+            prompt, order = await ordered(reader, service.engine, body, body.reorder, tools)
         form = _ChatFormat(service.texts, scored=scored is not None)
         return service.respond(
             body,
@@ -37,6 +42,7 @@ def chat_router(service: Service) -> APIRouter:
             endpoint="chat",
             id_prefix="chatcmpl-",
             protected_from=prompt.last_turn,
+            order=order,
         )
 
     return router

@@ -12,6 +12,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = MAX_BIASES = 1024
 MAX_NAME = 256
+MAX_MOVABLE = 64
 Prompt = str | tuple[int, ...]
 
 
@@ -55,8 +56,8 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     raise ValueError("a string, a list of strings, a list of token ids or a list of such lists")
 
 
-def _content(value: Any) -> str | None:
-    """A message's text: parts of type text are joined by line ends, as other servers do."""
+def _content(value: Any) -> str | tuple[str, ...] | None:
+    """A message's text, or the texts of its parts."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -67,7 +68,7 @@ def _content(value: Any) -> str | None:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"parts are of type text, with their text, not {kind}")
         texts.append(part["text"])
-    return "\n".join(texts)
+    return tuple(texts)
 
 
 def _bias(value: Any) -> dict[int, float]:
@@ -108,7 +109,7 @@ Stops = Annotated[
     WithJsonSchema({"anyOf": [_text_schema, {"type": "array", "items": _text_schema}]}),
 ]
 Content = Annotated[
-    str | None,
+    str | tuple[str, ...] | None,
     PlainValidator(_content),
     WithJsonSchema({"anyOf": [_text_schema, {"type": "array", "items": _part_schema}]}),
 ]

@@ -13,8 +13,8 @@ from jinja2 import meta
 
 from kvweave.errors import RequestError
 from kvweave.server.fields import Prompt
+from kvweave.server.messages import ChatMessage
 from kvweave.server.model_card import ModelCard
-from kvweave.server.protocol import ChatMessage
 
 # So many take a few milliseconds; beyond, other requests would notice.
 _OFF_LOOP_CHARS = 8192
@@ -70,7 +70,7 @@ class PromptReader:
         """As `chat`, and where the last turn of the user begins."""
         if tools and not self.takes_tools:
             raise RequestError("this model's chat template knows no tools", param="tools")
-        text = self._render(messages, tools, options or {})
+        text = self.render(messages, tools, options or {})
         # The template has written the special tokens already.
         ids = await self.encode(text, param="messages", add_special_tokens=False)
         begin = self._last_turn(messages, tools, options or {}, text)
@@ -93,7 +93,7 @@ class PromptReader:
         if last == 0:
             return 0
         try:
-            before = self._render(messages[:last], tools, options, answering=False)
+            before = self.render(messages[:last], tools, options, answering=False)
         except RequestError:  # not every template takes every beginning
             return 0
         pairs = enumerate(zip(text, before, strict=False))
@@ -118,6 +118,10 @@ class PromptReader:
             return await asyncio.to_thread(self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
 
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Tokenise part of a text that `encode` took, without special tokens, on this thread."""
+        return self._encode(text, add_special_tokens=False)
+
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         # verbose would warn of texts beyond the context, which are refused here anyway.
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
@@ -138,13 +142,14 @@ class PromptReader:
             )
         return ids
 
-    def _render(
+    def render(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[dict[str, Any]] | None,
         options: dict[str, Any],
         answering: bool = True,
     ) -> str:
+        """A conversation as the model reads it, special tokens and all."""
         if self.tokenizer.chat_template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or serve it with "
@@ -158,7 +163,7 @@ class PromptReader:
             )
         try:
             text: str = self.tokenizer.apply_chat_template(
-                [message.model_dump(exclude_unset=True) for message in messages],
+                [message.as_said() for message in messages],
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=answering,

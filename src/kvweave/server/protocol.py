@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvweave.engine.types import SamplingParams
 from kvweave.errors import RequestError
-from kvweave.server.fields import CacheSalt, Content, LogitBias, Prompts, Rid, StopIds, Stops
+from kvweave.server.fields import CacheSalt, LogitBias, Prompts, Rid, StopIds, Stops
+from kvweave.server.messages import ChatMessage, Reorder
 
 
 class _Body(BaseModel):
@@ -110,6 +111,7 @@ class CompletionBody(GenerationBody):
     REFUSED: ClassVar[dict[str, str]] = {
         **GenerationBody.REFUSED,
         "suffix": "the model continues a prompt, it does not fill gaps",
+        "reorder": "it is for chat, where a message's content has parts",
     }
 
     prompt: Prompts
@@ -125,15 +127,6 @@ class CompletionBody(GenerationBody):
                 param="best_of",
             )
         return self
-
-
-class ChatMessage(BaseModel):
-    """One message; what else it carries (name, tool_calls, ...) goes to the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: str = Field(min_length=1, max_length=64)
-    content: Content = None
 
 
 class ChatBody(GenerationBody):
@@ -156,9 +149,12 @@ class ChatBody(GenerationBody):
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reorder: Reorder | None = None
 
     @model_validator(mode="after")
     def _offered(self) -> ChatBody:
+        if self.reorder is not None:
+            self.reorder.check(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError(
                 "top_logprobs is only allowed with logprobs: true", param="top_logprobs"

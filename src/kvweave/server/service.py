@@ -83,8 +83,9 @@ class Service:
         endpoint: str,
         id_prefix: str,
         protected_from: int | None = None,
+        order: dict[str, Any] | None = None,
     ) -> GenerationResponse:
-        """The response that will run `prompts` and write them in `form`."""
+        """The response that will run `prompts` and write them in `form`; `order` is only told."""
         rid = body.rid or uuid.uuid4().hex
         requests = [
             GenerateRequest(
@@ -108,7 +109,9 @@ class Service:
             )
             for request in requests
         ]
-        envelope = Envelope(id=id_prefix + rid, model=self.card.name, body=body, traces=traces)
+        envelope = Envelope(
+            id=id_prefix + rid, model=self.card.name, body=body, traces=traces, order=order
+        )
         writer = (StreamWriter if body.stream else PlainWriter)(envelope, form)
         generation = Generation(rid, requests, traces, source=self.engine, live=self.live)
         return GenerationResponse(generation, writer, stream=body.stream)
