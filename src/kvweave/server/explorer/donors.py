@@ -16,7 +16,7 @@ from kvweave.server.explorer.sources import SourceRun
 
 
 def donor_of(record: Record, run: SourceRun, earlier: Sequence[Record]) -> Record | None:
-    """The first of `earlier` that has the run's tokens where the donor had them.
+    """The first of `earlier` that has the run's tokens where the donor had them, exact ones first.
 
     None for what nobody lent, for a paraphrase, whose donor has other tokens, and for donors that
     are not remembered any more.
@@ -24,13 +24,12 @@ def donor_of(record: Record, run: SourceRun, earlier: Sequence[Record]) -> Recor
     start = run.donor_start
     if start is None or (run.span is not None and run.span.tier is Tier.PARAPHRASE):
         return None
-    wanted = record.prompt[run.start : run.end]
+    wanted, end = record.prompt[run.start : run.end], start + run.length
+    approximate = None
     for donor in earlier:
-        lent = donor.tokens[start : start + run.length]
-        if (
-            donor.salt == record.salt
-            and start + run.length <= donor.lends_up_to
-            and np.array_equal(lent, wanted)
-        ):
+        if donor.salt != record.salt or not np.array_equal(donor.tokens[start:end], wanted):
+            continue
+        if end <= donor.lends_up_to:
             return donor
-    return None
+        approximate = approximate or donor  # exact by now, if it was healed
+    return approximate

@@ -33,15 +33,8 @@ def explain(engine: Engine, record: Record, runs: Sequence[SharedRun]) -> list[E
 
 
 def _refusal(engine: Engine, record: Record, run: SharedRun) -> Refusal:
-    donor = run.donor
-    if donor.salt != record.salt:
+    if run.donor.salt != record.salt:
         return Refusal("salt", "the other prompt has another cache_salt: nothing is shared across")
-    if not run.exact_there:
-        return Refusal(
-            "approximate",
-            "the other prompt was itself served moved text before this point, and what is "
-            "approximate is never lent on",
-        )
     view = view_of(engine, record, record.prompt)
     refusal = engine.cache.refusal(view, record.exact, run.start, run.length, run.donor_start)
     return refusal or _not_cached(engine, run) or NOTHING
@@ -51,6 +44,12 @@ def _not_cached(engine: Engine, run: SharedRun) -> Refusal | None:
     cached = engine.cache.match(view_of(engine, run.donor, run.donor.tokens))
     if cached >= run.donor_start + run.length:
         return None
+    if not run.exact_there:
+        return Refusal(
+            "approximate",
+            "the other prompt was itself served moved text before this point, and what is "
+            "approximate is never lent on",
+        )
     size = engine.cache.page_size
     if len(run.donor.tokens) - cached <= size:
         reason = f"only whole pages of {size} tokens are kept, and it reaches into the last one"

@@ -82,7 +82,7 @@ function verdict({ cold, warm, records: [before, filled, after] }) {
   const faster = before?.first_token_ms && after?.first_token_ms ? before.first_token_ms / after.first_token_ms : null;
   return [
     el("p", { class: "big", role: "status" },
-      faster ? `${faster.toFixed(1)} × ${faster >= 1 ? "sooner" : "as soon"}` : "", " ",
+      faster ? faster >= 1 ? `${faster.toFixed(1)} times sooner` : "Not sooner" : "", " ",
       el("span", { class: "muted small" }, same ? "The answers are the same, token by token." : `The answers differ in ${kept.filter((is) => !is).length} of ${kept.length} tokens.`)),
     el("div", { class: "pair" }, card("Cold", cold, before, kept), card("Warm", warm, after, keptWarm)),
     filled ? el("p", { class: "muted small" }, "The cache was filled by ", el("a", { href: `#/prompts/${filled.number}` }, `prompt #${filled.number}`), ".") : null,

@@ -106,7 +106,7 @@ function icicle(tree, state) {
     boxes.get(next).focus();
   });
   choose(order.find((node) => node.parent !== null) ?? order[0]);
-  return [el("div", { class: "panel" }, axis(width), el("div", { class: "icicle-scroll" }, box)), detail];
+  return [el("div", { class: "panel" }, el("div", { class: "icicle-scroll" }, axis(width), box)), detail];
 }
 
 function neighbour(order, node, key) {
