@@ -98,6 +98,8 @@ ACCEPTED = {
     "words": """
         How do I buy a ticket? | How do I purchase a ticket?
         The shop begins selling. | The store starts selling.
+        How do I switch supplier? | How can I change supplier?
+        You can book a table. | You can reserve a table.
         Turn on alerts. | Switch on alerts.
         Because of the rain | Due to the rain
         He pays each month. | He pays every month.

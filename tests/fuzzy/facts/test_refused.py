@@ -174,6 +174,14 @@ REFUSED = {
         the iPhone 14 | the iPhone 15
         channel #4 | channel 4
     """,
+    "words of two meanings": """
+        The book is here. | The reserve is here.
+        The switch is broken. | The change is broken.
+        The show is at 5. | The display is at 5.
+        The shop is close. | The shop is shut.
+        What is the flat fee? | What is the apartment fee?
+        Show times are listed. | Display times are listed.
+    """,
     "quantities": """
         All users can log in. | Some users can log in.
         Every user can log in. | No user can log in.

@@ -39,6 +39,8 @@ SUBORDINATES = words(
     told report reports reported state states stated deny denies denied doubt doubts doubted"""
 )
 """Where one of them stands, what follows may be no statement of its own."""
+BEFORE_VERBS = SUBJECTS | MODALS | words("to how-to not")
+"""Behind these, a word is a verb if it can be one."""
 BEFORE_DO = SUBJECTS | MODALS | words("to please not")
 """Behind these, "do" is something that is done; elsewhere it only helps to ask or to negate."""
 

@@ -36,7 +36,6 @@ turn-on: enable, activate
 turn-off: disable, deactivate
 fill-in: fill in, fill out
 hand-in: hand in, send in, turn in, submit
-collect: pick up
 contact: get in touch with
 search for: look for
 wifi: wi fi
@@ -60,7 +59,7 @@ despite: in spite of
 although: even though
 instead of: rather than
 immediately: straight away, right away
-currently: at the moment, at present, presently
+currently: at the moment, at present
 by phone: over the phone
 about: regarding, with regard to, with respect to
 and: as well as

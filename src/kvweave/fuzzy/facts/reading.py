@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvweave.fuzzy.facts import english, phrases
 from kvweave.fuzzy.facts.base import Token
 from kvweave.fuzzy.facts.composing import compose
-from kvweave.fuzzy.facts.synonyms import canonical, inflected, verb
+from kvweave.fuzzy.facts.synonyms import canonical, infinitive, inflected, verb
 from kvweave.fuzzy.facts.tokens import tokens_of
 
 _STARTS_QUESTION = english.AUXILIARIES | english.QUESTIONS
@@ -190,13 +190,16 @@ class _Interpreter:
         self._write(*meaning)
         self.asks = self.asks or meaning[0] in english.QUESTIONS
         if meaning == ("how-to",) and end < len(self.items) and self.said[end]:
-            self._write(verb(self.said[end]))
+            self._write(infinitive(self.said[end]))
             end += 1
         return end
 
     def _canonical(self, at: int) -> str:
         word = self.said[at].lower()
-        return inflected(word) if self._is_name(at) else canonical(word)
+        if self._is_name(at):
+            return inflected(word)
+        is_verb = self.facts and self.facts[-1].value in english.BEFORE_VERBS
+        return verb(word) if is_verb else canonical(word)
 
     def _is_name(self, at: int) -> bool:
         """Whether it may be somebody's name: the Large Bank is not the Big Bank."""

@@ -28,22 +28,25 @@ speak talk
 find locate
 live reside
 happen occur
-book reserve
 leave depart
-show display
-change switch
 modify alter
 allow permit
 forbid prohibit
 silence mute
 need require
 reply respond
-close shut
 reduce decrease
 finish complete
 get receive
 """)
 """In the present; the first of a line stands for all, form by form."""
+_ONLY_VERBS = lines("""
+show display
+change switch
+close shut
+book reserve
+""")
+"""Verbs whose nouns or adjectives mean different things: a book is no reserve."""
 _OTHERS = lines("""
 big large
 cheap inexpensive
@@ -62,16 +65,12 @@ almost nearly
 although though
 price cost
 prices costs
-problem issue
-problems issues
 photo picture
 photos pictures
 film movie
 films movies
 shop store
 shops stores
-flat apartment
-flats apartments
 holiday vacation
 holidays vacations
 lift elevator
@@ -106,15 +105,12 @@ incorrect wrong
 difficult hard
 each every
 information info
-administrator admin
 repository repo
 repositories repos
 configuration config
 maximum max
 department dept
 government govt
-document doc
-documents docs
 account acct
 appointment appt
 message msg
@@ -176,9 +172,18 @@ _SILENT_E = words(
 )
 
 
-@lru_cache(maxsize=4096)
+_SAME_VERB = {other: first for first, *others in _ONLY_VERBS for other in others}
+
+
 def verb(word: str) -> str:
-    """The verb that a word is a form of, where only a verb can stand: submitting is submit."""
+    """The one word for a verb's synonyms, where only a verb can stand."""
+    found = canonical(word)
+    return _SAME_VERB.get(found, found)
+
+
+@lru_cache(maxsize=4096)
+def infinitive(word: str) -> str:
+    """The verb that a word is a form of, behind "the process for": submitting is submit."""
     stem = word.removesuffix("ing")
     if stem != word and len(stem) > 2:
         if american(stem + "e") in _SILENT_E:
@@ -187,7 +192,7 @@ def verb(word: str) -> str:
             word = stem[:-1]
         else:
             word = stem
-    return canonical(word)
+    return verb(word)
 
 
 def _forms(verb: str) -> list[str]:
