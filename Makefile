@@ -7,7 +7,8 @@ export KVWEAVE_CACHE ?= $(HOME)/.cache/kvweave
 # What the project is for. Exact reuse only: make serve SERVE_FLAGS="--prefix-cache-backend radix"
 SERVE_FLAGS ?= --prefix-cache-backend fuzzy_match
 
-.PHONY: serve test test-router test-sglang check unit install model texts bench clean
+.PHONY: serve test test-router test-sglang test-ray check unit install model texts bench \
+	bench-routing clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +16,8 @@ help:
 	@echo "make test    install, fetch, then ruff, mypy and all tests"
 	@echo "make test-router   the tests with SGLang's router, which it installs"
 	@echo "make test-sglang   the plug-in's tests in SGLang itself, which it installs (3.5 GB, half an hour)"
+	@echo "make test-ray      the tests with Ray Serve, which it installs"
+	@echo "make bench-routing routers compared; installs Ray and SGLang's router"
 	@echo "make bench   every benchmark, into out/ (an hour and a half)"
 	@echo "make clean   remove the environment and what was built"
 
@@ -72,6 +75,17 @@ $(SGLANG_VENV)/.installed: tests/integrations/sglang-requirements.txt setup.py
 
 test-sglang: model $(SGLANG_VENV)/.installed
 	PYTHONPATH=tests/integrations/stubs $(SGLANG_BIN)/python -m pytest -s tests/integrations
+
+# Two replicas under Ray Serve, one of which is killed; likewise.
+test-ray: install
+	$(BIN)/pip install -q -e ".[ray]"
+	$(BIN)/python -m pytest -m ray
+
+# Our router against round robin, Ray's and SGLang's; not part of `make bench`, which needs neither.
+bench-routing: model
+	$(BIN)/pip install -q -e ".[ray]" "sglang-router==0.3.2"
+	@mkdir -p out
+	$(BIN)/python -m kvweave.bench.routing --json out/routing.json
 
 bench: model texts
 	@mkdir -p out

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvweave.cli.flags import takes_settings
 from kvweave.cli.progress import loading_bar
-from kvweave.config import EngineConfig, ServerConfig
+from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
+from kvweave.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvweave.server.model_card import Facts
+    from kvweave.server.service import ServingEngine
 
 log = logging.getLogger("kvweave.server")
 
 
-@takes_settings(engine=EngineConfig, server=ServerConfig)
-def serve(engine: EngineConfig, server: ServerConfig) -> None:
+@takes_settings(engine=EngineConfig, server=ServerConfig, cluster=ClusterConfig)
+def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> None:
     """Serve a model over an OpenAI-compatible API."""
     logging.basicConfig(
         level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -22,29 +30,54 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
     from kvweave.server.run import bind
 
     listening = bind(server)  # before the model is loaded, which takes a while
+    run_engines = _one_engine(engine) if cluster.replicas == 1 else _replicas(engine, cluster)
+    with run_engines as (answering, facts):
+        from kvweave.server.app import build_app
+        from kvweave.server.run import serve as run
+
+        app = build_app(answering, facts.card, server, facts.config, facts.self_check)
+        if server.open:
+            log.warning(
+                "anyone who reaches %s may use this server: there is no --api-key", server.host
+            )
+
+        def ready(url: str) -> None:
+            pool = answering.snapshot().total_tokens
+            backend = facts.config.cache.prefix_cache_backend
+            behind = "" if cluster.replicas == 1 else f"{cluster.replicas} replicas, "
+            typer.echo(
+                f"kvweave serves {facts.card.name} at {url}/v1 "
+                f"({behind}{backend} cache, room for {pool:,} tokens)"
+            )
+
+        run(app, server, listening, on_ready=ready)
+
+
+@contextmanager
+def _one_engine(config: EngineConfig) -> Iterator[tuple[ServingEngine, Facts]]:
     # Here: they load torch and the models' code, which takes seconds.
     from kvweave.engine.async_engine import AsyncEngine
     from kvweave.engine.engine import Engine
     from kvweave.engine.selfcheck.gate import guarded
     from kvweave.models import load_model
-    from kvweave.server.app import build_app
-    from kvweave.server.model_card import card_of
-    from kvweave.server.run import serve as run
+    from kvweave.server.model_card import facts_of
 
     with loading_bar() as progress:
-        loaded = load_model(engine.model, progress)
-        engine, check = guarded(engine, loaded, progress)
-        card = card_of(loaded, engine.model.tokenizer)
-        answering = AsyncEngine(Engine(engine, loaded))
-        app = build_app(answering, card, server, engine, check)
-    if server.open:
-        log.warning("anyone who reaches %s may use this server: there is no --api-key", server.host)
+        loaded = load_model(config.model, progress)
+        config, check = guarded(config, loaded, progress)
+        engine = AsyncEngine(Engine(config, loaded))
+    yield engine, facts_of(loaded, config, check)
 
-    def ready(url: str) -> None:
-        pool = answering.snapshot().total_tokens
-        typer.echo(
-            f"kvweave serves {card.name} at {url}/v1 "
-            f"({engine.cache.prefix_cache_backend} cache, room for {pool:,} tokens)"
-        )
 
-    run(app, server, listening, on_ready=ready)
+@contextmanager
+def _replicas(
+    config: EngineConfig, cluster: ClusterConfig
+) -> Iterator[tuple[ServingEngine, Facts]]:
+    try:
+        from kvweave.cluster.run import running_engines
+    except ModuleNotFoundError as missing:
+        raise ConfigError(
+            [f"--replicas needs {missing.name}, which pip install 'kvweave[ray]' brings"]
+        ) from None
+    with running_engines(config, cluster) as (engine, facts):
+        yield engine, facts

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvweave.errors import RequestError
 
 if TYPE_CHECKING:
+    from kvweave.config import EngineConfig
+    from kvweave.engine.selfcheck.gate import SelfCheck
     from kvweave.models import LoadedModel
 
 
@@ -71,3 +73,21 @@ def card_of(loaded: LoadedModel, tokenizer_path: str | None = None) -> ModelCard
         model_type=loaded.config.model_type,
         architectures=tuple(loaded.config.architectures or ()),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a server must know of its engine, wherever that runs."""
+
+    card: ModelCard
+    tokenizer: Any
+    """The model's transformers tokenizer."""
+    config: EngineConfig
+    """As in force: a model that fails its self-check is served exactly."""
+    self_check: SelfCheck | None
+
+
+def facts_of(loaded: LoadedModel, config: EngineConfig, self_check: SelfCheck | None) -> Facts:
+    """What is known once a model is loaded and checked."""
+    card = card_of(loaded, config.model.tokenizer)
+    return Facts(card, loaded.tokenizer, config, self_check)

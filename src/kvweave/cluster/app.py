@@ -1,0 +1,128 @@
+"""Ray Serve applications: engines alone, and engines with the HTTP server in front.
+
+`serve run kvweave.cluster.app:app replicas=2 prefix_cache_backend=fuzzy_match` runs the latter; its
+arguments are the flags of `kvweave serve`, with underscores.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import fields
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvweave.cluster.replica import EngineReplica
+from kvweave.config import ClusterConfig, EngineConfig, ServerConfig, validate
+from kvweave.errors import ConfigError
+
+
+def engines(
+    config: EngineConfig, cluster: ClusterConfig, router: RequestRouterConfig | None = None
+) -> Application:
+    """Replicas of one engine, behind the router that knows what each of them holds.
+
+    `router`: another one, for comparisons. ConfigError if the flags do not go together.
+    """
+    config.validate()
+    validate(cluster)
+    if config.cache.kv_events_config is not None:
+        raise ConfigError(
+            ["--kv-events-config is for one engine: replicas tell their router by themselves"]
+        )
+    deployment = serve.deployment(
+        EngineReplica,
+        name="engine",
+        num_replicas=cluster.replicas,
+        # The engine queues by itself, and refuses in its own words what is too much.
+        max_ongoing_requests=config.scheduler.max_running_requests
+        + config.scheduler.max_queued_requests
+        + 1,
+        ray_actor_options={
+            "num_cpus": cluster.cpus_per_replica,
+            "num_gpus": cluster.gpus_per_replica,
+        },
+        request_router_config=router
+        or RequestRouterConfig(request_router_class="kvweave.cluster.router:OverlapRouter"),
+        health_check_period_s=5.0,
+    )
+    threads = max(1, int(cluster.cpus_per_replica)) if config.model.device != "cuda" else None
+    return deployment.bind(config, threads)
+
+
+class Ingress:
+    """The HTTP server of `kvweave serve`, before engines that run elsewhere."""
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, handle: Any, server: ServerConfig
+    ) -> None:
+        from kvweave.cluster.remote import RemoteEngine
+        from kvweave.server.app import build_app
+
+        facts = await handle.facts.remote()
+        self._engine = RemoteEngine(handle, facts)
+        await self._engine.start()
+        self._app = build_app(self._engine, facts.card, server, facts.config, facts.self_check)
+
+    async def __call__(self, request: Request) -> Response:
+        return _Through(self._app)
+
+
+class _Through(Response):
+    """Lets an ASGI application answer in a response's place."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def app(arguments: dict[str, Any]) -> Application:
+    """For `serve run` and Serve's YAML files."""
+    config, cluster, server = settings(arguments)
+    ingress = serve.deployment(
+        Ingress, name="http", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+    )
+    return ingress.bind(engines(config, cluster), server)
+
+
+def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, ServerConfig]:
+    """Flags by name, as texts or values; ConfigError names all that are unknown or unreadable."""
+    left = dict(arguments)
+    groups: dict[str, Any] = {}
+    problems: list[str] = []
+    kinds: dict[str, Any] = {group.name: type(group.default) for group in fields(EngineConfig)}
+    for name, kind in {**kinds, "cluster": ClusterConfig, "server": ServerConfig}.items():
+        hints = typing.get_type_hints(kind)
+        given = {item.name: left.pop(item.name) for item in fields(kind) if item.name in left}
+        for item, value in given.items():
+            try:
+                given[item] = _read(hints[item], value)
+            except ValueError:
+                problems.append(f"{item} cannot be {value!r}")
+        groups[name] = kind(**given)
+    problems += [f"there is no setting {name!r}" for name in left]
+    if problems:
+        raise ConfigError(problems)
+    cluster, server = groups.pop("cluster"), groups.pop("server")
+    validate(server)
+    return EngineConfig(**groups), cluster, server
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """`value` as `hint` wants it: int, float, bool or str, or one of these or None."""
+    if not isinstance(value, str):
+        return value
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
+    if kinds[0] is bool:
+        if value.lower() not in ("true", "false"):
+            raise ValueError
+        return value.lower() == "true"
+    return kinds[0](value)

@@ -1,0 +1,182 @@
+"""What of a prompt a replica has already, as far as its cache events tell.
+
+The exact prefix is found by page hashes, as in the replica's own cache. Moved text is found by
+doors, as in the span index: the hash of one window of tokens per stride of cached text, which a
+prompt looks for at every offset. Nothing is compared token by token here: a wrong guess costs the
+router a detour, and nobody a wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvweave.fuzzy.hashing import window_hashes
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.base import Namespace
+from kvweave.prefix.chain import namespace_seed, page_hashes
+from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Keying:
+    """What replicas of one model have in common, so that their keys can be computed elsewhere."""
+
+    model: str
+    """The loaded model's identity."""
+    page_size: int
+    stride: int
+    """Tokens between two doors, and under one of them."""
+
+
+class PromptKeys:
+    """What one prompt is looked up by, computed once for all replicas."""
+
+    def __init__(self, tokens: IntArray, salt: str | None, keying: Keying) -> None:
+        """`tokens` is int32; the last one is never served from a cache."""
+        self.length = len(tokens)
+        self.page_size, self.stride = keying.page_size, keying.stride
+        seed = namespace_seed(Namespace(keying.model, salt=salt))
+        whole = (len(tokens) - 1) // keying.page_size * keying.page_size
+        self.pages = list(page_hashes(tokens[:whole], keying.page_size, seed))
+        self.windows = window_hashes(tokens[:-1], keying.stride, _door_seed(salt)).tolist()
+        """At every offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Tokens of a prompt that a replica would not compute."""
+
+    exact: int
+    moved: int
+
+
+class ReplicaView:
+    """The blocks of one replica's cache, and those that requests under way will put there."""
+
+    def __init__(self, keying: Keying) -> None:
+        self._keying = keying
+        self._blocks: dict[int, _Block] = {}
+        self._doors: Counter[int] = Counter()
+        """How many blocks have each; text may be cached in many places."""
+        self._expected: Counter[int] = Counter()
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """Hashes of all blocks known to be cached."""
+        return frozenset(self._blocks)
+
+    @property
+    def kept(self) -> int:
+        """Tokens cached, or soon to be."""
+        return (len(self._blocks) + len(self._expected)) * self._keying.page_size
+
+    def apply(self, events: Iterable[KVEvent]) -> None:
+        """Follow the replica's cache, in order."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._store(event)
+            elif isinstance(event, BlockRemoved):
+                for name in event.block_hashes:
+                    self._remove(name)
+            elif isinstance(event, AllBlocksCleared):
+                self._blocks.clear()
+                self._doors.clear()
+
+    def expect(self, keys: PromptKeys) -> None:
+        """A request with this prompt goes there: the next with the same prefix may well follow."""
+        self._expected.update(keys.pages)
+
+    def unexpect(self, keys: PromptKeys) -> None:
+        """It is over; what it left behind was told by events."""
+        self._expected.subtract(keys.pages)
+        for name in keys.pages:
+            if self._expected[name] <= 0:
+                del self._expected[name]
+
+    def overlap(self, keys: PromptKeys) -> Overlap:
+        """What this replica would serve of the prompt: its exact prefix, then moved text."""
+        exact = 0
+        for name in keys.pages:
+            if name not in self._blocks and name not in self._expected:
+                break
+            exact += keys.page_size
+        return Overlap(exact, self._moved(keys, exact))
+
+    def _moved(self, keys: PromptKeys, exact: int) -> int:
+        doors = self._doors
+        found = [at for at in range(exact, len(keys.windows)) if keys.windows[at] in doors]
+        covered, end = 0, exact
+        for at in found:  # windows that overlap count once
+            covered += at + keys.stride - max(at, end)
+            end = at + keys.stride
+        return covered
+
+    def _store(self, event: BlockStored) -> None:
+        size, seed = event.block_size, _door_seed(event.salt)
+        parent = event.parent_block_hash
+        tokens = np.array(event.token_ids, np.int32)
+        for at, name in enumerate(event.block_hashes):
+            if name in self._blocks:  # told twice, after a loss
+                parent = name
+                continue
+            block = _Block(parent, tokens[at * size : (at + 1) * size], self._depth(parent) + size)
+            block.doors = self._doors_of(block, seed)
+            self._blocks[name] = block
+            self._doors.update(block.doors)
+            parent = name
+
+    def _remove(self, name: int) -> None:
+        block = self._blocks.pop(name, None)
+        for door in block.doors if block else ():
+            self._doors[door] -= 1
+            if not self._doors[door]:
+                del self._doors[door]
+
+    def _depth(self, parent: int | None) -> int:
+        block = None if parent is None else self._blocks.get(parent)
+        return 0 if block is None else block.end
+
+    def _doors_of(self, block: _Block, seed: int) -> list[int]:
+        """Hashes of the windows that end in this block, at multiples of the stride."""
+        stride = self._keying.stride
+        begin = block.end - len(block.tokens)
+        ends = range(begin // stride * stride + stride, block.end + 1, stride)
+        if not ends:
+            return []
+        first = ends[0] - stride  # from here on, tokens are needed
+        tokens = self._with_ancestors(block, block.end - max(0, first))
+        windows = window_hashes(tokens, stride, seed)[(len(tokens) - block.end + first) % stride :]
+        doors: list[int] = windows[::stride].tolist()
+        return doors
+
+    def _with_ancestors(self, block: _Block, count: int) -> IntArray:
+        """The last `count` tokens up to the end of `block`, or fewer if some are not known."""
+        runs, at, length = [block.tokens], block, len(block.tokens)
+        while length < count and at.parent is not None:
+            above = self._blocks.get(at.parent)
+            if above is None:
+                break
+            runs.append(above.tokens)
+            length += len(above.tokens)
+            at = above
+        return np.concatenate(runs[::-1])[-count:]
+
+
+class _Block:
+    __slots__ = ("doors", "end", "parent", "tokens")
+
+    def __init__(self, parent: int | None, tokens: IntArray, end: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.end = end
+        """Its last token's position, plus one."""
+        self.doors: list[int] = []
+
+
+def _door_seed(salt: str | None) -> int:
+    """Replicas serve one model, so the salt alone tells namespaces apart."""
+    return namespace_seed(Namespace("", salt=salt))

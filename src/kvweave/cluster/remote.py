@@ -1,0 +1,151 @@
+"""Engines elsewhere, in the shape of the one that a server holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
+from kvweave.errors import RequestError
+from kvweave.server.model_card import Facts
+
+if TYPE_CHECKING:
+    from kvweave.engine.engine import Engine
+
+T = TypeVar("T")
+
+logger = logging.getLogger("kvweave.cluster")
+
+_REFRESH_SECONDS = 1.0
+_BROADCAST_SECONDS = 10.0
+_TRIES = 3
+"""For a request whose replica dies before it said anything."""
+
+
+class RemoteEngine:
+    """A `server.service.ServingEngine` over a handle to EngineReplica deployments."""
+
+    def __init__(self, handle: DeploymentHandle, facts: Facts) -> None:
+        self.tokenizer = facts.tokenizer
+        self.alive = True
+        """Whether any replica answered when last asked."""
+        self._handle = handle
+        self._snapshot = EngineSnapshot()
+        self._refreshing: asyncio.Task[None] | None = None
+        self._live: dict[str, Any] = {}
+        """Ray's streams of requests under way, by rid."""
+
+    async def start(self) -> None:
+        await self._refresh()
+        self._refreshing = asyncio.create_task(self._keep_refreshing())
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Replicas go on without us; what runs here ends."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle(), drain_seconds)
+        for rid in list(self._live):
+            self.abort(rid)
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
+        """As AsyncEngine.generate, though what cannot be served is refused with the first delta.
+
+        A replica that dies before it said anything costs time only: another one is asked.
+        """
+        for tries_left in reversed(range(_TRIES)):
+            said = False
+            try:
+                async for delta in self._ask(request):
+                    said = True
+                    yield delta
+                return
+            except RayActorError:
+                if said or not tries_left:
+                    raise RequestError(
+                        "the replica that worked on this answer died; ask again", status=503
+                    ) from None
+                logger.warning("rid=%s lost its replica and is asked again", request.rid)
+
+    def abort(self, rid: str) -> None:
+        """End a request; its answers finish with "abort". Unknown ids are ignored."""
+        if rid in self._live:
+            task = asyncio.ensure_future(self._broadcast("abort", rid))
+            task.add_done_callback(lambda done: done.exception())
+
+    async def flush_cache(self, timeout: float = 0.0) -> None:
+        """All replicas forget all; RequestError names the first that could not within `timeout`."""
+        await self._broadcast("flush_cache", timeout, patience=timeout)
+
+    def snapshot(self) -> EngineSnapshot:
+        """The sum over all replicas, as of a second ago."""
+        return self._snapshot
+
+    async def look(self, at: Callable[[Engine], T]) -> T:
+        """There is no one engine to look into."""
+        raise RequestError(
+            "the explorer looks into one engine, and several stand behind this server", status=501
+        )
+
+    async def _ask(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
+        stream = self._handle.options(stream=True).generate.remote(request)
+        self._live[request.rid] = stream
+        try:
+            async for delta in stream:
+                yield delta
+        except RayTaskError as failure:  # what the engine raised, as it raised it
+            raise failure.cause from None
+        finally:
+            del self._live[request.rid]
+            stream.cancel()
+
+    async def _broadcast(self, method: str, *arguments: Any, patience: float = 0.0) -> list[Any]:
+        try:
+            calls = self._handle.broadcast(method, *arguments)
+            answers: list[Any] = await calls.results_async(timeout_s=_BROADCAST_SECONDS + patience)
+            return answers
+        except RayTaskError as failure:
+            raise failure.cause from None
+
+    async def _keep_refreshing(self) -> None:
+        while True:
+            await asyncio.sleep(_REFRESH_SECONDS)
+            await self._refresh()
+
+    async def snapshots(self) -> list[EngineSnapshot]:
+        """Of each replica that answers, in no particular order."""
+        try:
+            answers = await self._handle.broadcast("snapshot").results_async(
+                timeout_s=_BROADCAST_SECONDS, return_exceptions=True
+            )
+        except TimeoutError:
+            return []
+        return [each for each in answers if isinstance(each, EngineSnapshot)]
+
+    async def _refresh(self) -> None:
+        snapshots = await self.snapshots()
+        self.alive = bool(snapshots)
+        self._snapshot = total(snapshots)
+
+    async def _idle(self) -> None:
+        while self._live:
+            await asyncio.sleep(0.02)
+
+
+def total(snapshots: Iterable[EngineSnapshot]) -> EngineSnapshot:
+    """All gauges and counters added up."""
+    sums: dict[str, Any] = {item.name: 0 for item in fields(EngineSnapshot)}
+    hits: dict[str, int] = {}
+    for snapshot in snapshots:
+        for name in sums.keys() - {"hit_tokens"}:
+            sums[name] += getattr(snapshot, name)
+        for tier, tokens in snapshot.hit_tokens.items():
+            hits[tier] = hits.get(tier, 0) + tokens
+    return EngineSnapshot(**{**sums, "hit_tokens": hits})

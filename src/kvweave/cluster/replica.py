@@ -1,0 +1,100 @@
+"""One engine as a Ray Serve deployment: as many of these run as there are replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import ray.util
+
+from kvweave.config import EngineConfig
+from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
+from kvweave.errors import EngineDeadError
+from kvweave.prefix.registry import exact_form
+from kvweave.server.model_card import Facts
+
+
+class EngineReplica:
+    """Loads the model, runs the engine, and publishes its cache's events for routers.
+
+    Methods are called through a deployment handle; those without a reason to prefer one replica are
+    meant to be broadcast.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, config: EngineConfig, threads: int | None = None
+    ) -> None:
+        """`threads`: CPU threads of this replica's arithmetic; torch's own choice without it."""
+        # Here: Ray unpickles this class where no model runs as well.
+        import torch
+
+        from kvweave.engine.async_engine import AsyncEngine
+        from kvweave.engine.engine import Engine
+        from kvweave.engine.selfcheck.gate import guarded
+        from kvweave.models import load_model
+        from kvweave.server.model_card import facts_of
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        loaded = await asyncio.to_thread(load_model, config.model)
+        config, check = await asyncio.to_thread(guarded, config, loaded)
+        self._facts = facts_of(loaded, config, check)
+        engine = Engine(_publishing(config, ray.util.get_node_ip_address()), loaded)
+        self._metadata = {
+            "model": loaded.identity,
+            "page_size": config.cache.page_size,
+            "stride": config.fuzzy.fuzzy_stride,
+            "moves": exact_form(config.cache.prefix_cache_backend) is not None,
+            **_addresses(engine),
+        }
+        self._engine = AsyncEngine(engine)
+        await self._engine.start()
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Ray Serve hands this to every router, once: how to follow this replica's cache."""
+        return self._metadata
+
+    def check_health(self) -> None:
+        """Ray Serve replaces a replica that raises here."""
+        if not self._engine.alive:
+            raise EngineDeadError("the engine has stopped")
+
+    async def facts(self) -> Facts:
+        """All replicas say the same."""
+        return self._facts
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
+        """Deltas of all answers; when the caller goes away, the request is aborted."""
+        stream = self._engine.generate(request)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            await stream.aclose()
+
+    async def abort(self, rid: str) -> None:
+        """End a request with "abort", if it runs here."""
+        self._engine.abort(rid)
+
+    async def flush_cache(self, timeout: float) -> None:
+        """RequestError if requests still run after `timeout` seconds."""
+        await self._engine.flush_cache(timeout)
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Gauges and counters as of the last step."""
+        return self._engine.snapshot()
+
+
+def _publishing(config: EngineConfig, address: str) -> EngineConfig:
+    """`config`, with events on ports of this machine that the system chooses."""
+    anywhere = f"tcp://{address}:0"
+    events = {"endpoint": anywhere, "bind": True, "replay_endpoint": anywhere}
+    return replace(config, cache=replace(config.cache, kv_events_config=json.dumps(events)))
+
+
+def _addresses(engine: Any) -> dict[str, str]:
+    publisher = engine.machinery.events
+    return {"events": publisher.endpoint, "replay": publisher.replay_endpoint}

@@ -1,0 +1,146 @@
+"""What a router believes of a replica, against what the replica's cache would really serve."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
+
+from enginekit import make_world, prompt, request
+from test_engine_fuzz import random_request
+from test_engine_fuzzy import DOCUMENT, fuzzy_world, wrapped
+
+from kvweave.cluster.overlap import Keying, Overlap, PromptKeys, ReplicaView
+from kvweave.prefix.base import Namespace, RequestView
+from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
+
+
+class Sink:
+    """Feeds a view with what an engine tells. An EventSink."""
+
+    dropped = 0
+
+    def __init__(self, page_size: int, stride: int = 16) -> None:
+        self.keying = Keying("oracle", page_size, stride)
+        self.view = ReplicaView(self.keying)
+
+    def publish(self, events) -> None:
+        self.view.apply(events)
+
+    def close(self) -> None: ...
+
+    def overlap(self, tokens, salt=None) -> Overlap:
+        return self.view.overlap(PromptKeys(np.array(tokens, np.int32), salt, self.keying))
+
+
+@pytest.mark.parametrize("backend", ["hash", "radix"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_the_exact_overlap_is_what_the_cache_would_serve(backend, page_size):
+    rng = np.random.default_rng(page_size)
+    sink = Sink(page_size)
+    world = make_world(backend, page_size=page_size, pool_tokens=384, events=sink)
+    for turn in range(60):
+        world.run(random_request(rng, str(turn)), check=False, limit=400)
+        asked = random_request(rng, "asked")
+        tokens = np.array(asked.prompt_ids, np.int32)
+        view = RequestView("asked", tokens, Namespace("oracle", salt=asked.cache_salt))
+        expected = world.engine.cache.match(view)
+        assert sink.overlap(tokens, asked.cache_salt).exact == expected
+    assert world.engine.snapshot().evicted_tokens > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32])
+def test_moved_text_is_seen_wherever_it_went(page_size):
+    sink = Sink(page_size)
+    world = make_world("radix", page_size=page_size, events=sink)
+    document = prompt(200, 1)
+    world.run(request("donor", prompt(21, 2) + document + prompt(30, 3)))
+    assert sink.overlap(prompt(300, 4)) == Overlap(0, 0)
+    for before in (0, 5, 33):
+        moved = sink.overlap(prompt(before, 5) + document + prompt(9, 6)).moved
+        assert 200 - 2 * (16 + page_size) <= moved <= 200
+    half = sink.overlap(prompt(3, 7) + document[:100] + prompt(50, 8)).moved
+    assert 100 - 2 * (16 + page_size) <= half <= 100
+
+
+def test_text_behind_the_exact_prefix_counts_once():
+    sink = Sink(4)
+    world = make_world("radix", events=sink)
+    tokens = prompt(120, 1)
+    world.run(request("donor", tokens, 1))
+    assert sink.overlap(tokens) == Overlap(116, 0)
+    assert sink.overlap(tokens + tokens) == Overlap(120, 112)
+
+
+def test_it_moves_about_as_much_as_the_backend_will():
+    sink = Sink(4, stride=4)
+    world = fuzzy_world(events=sink)
+    world.run(request("donor", wrapped(1, DOCUMENT)))
+    tokens = wrapped(2, DOCUMENT)
+    believed = sink.overlap(tokens)
+    world.run(request("moved", tokens))
+    usage = world.answers["moved", 0].usage
+    assert (believed.exact, usage.cached_tokens) == (0, 0)
+    assert abs(believed.moved - usage.moved_tokens) <= 8
+
+
+def test_salts_are_worlds_apart():
+    sink = Sink(4)
+    world = make_world("radix", events=sink)
+    tokens = prompt(80, 1)
+    world.run(request("donor", tokens, 1, salt="a"))
+    assert sink.overlap(tokens, "a").exact == 76
+    for other in (None, "", "b"):
+        assert sink.overlap(tokens, other) == Overlap(0, 0)
+        assert sink.overlap([*prompt(3, 9), *tokens], other) == Overlap(0, 0)
+    assert sink.overlap([*prompt(3, 9), *tokens], "a").moved > 40
+
+
+def test_what_is_evicted_or_cleared_is_forgotten():
+    sink = Sink(4)
+    world = make_world("radix", events=sink, pool_tokens=256)
+    tokens = prompt(100, 1)
+    world.run(request("donor", tokens, 1))
+    world.run(*(request(str(at), prompt(120, 10 + at), 1) for at in range(4)))
+    assert sink.overlap(tokens) == Overlap(0, 0)
+    assert sink.view.kept == world.engine.snapshot().cached_tokens
+    world.engine.flush_cache()
+    assert (sink.view.blocks, sink.view.kept) == (frozenset(), 0)
+    assert sink.view._doors == {}
+
+
+def test_requests_under_way_count_until_they_are_over():
+    sink = Sink(4)
+    keys = PromptKeys(np.array(prompt(50, 1), np.int32), None, sink.keying)
+    sink.view.expect(keys)
+    sink.view.expect(keys)
+    assert sink.view.overlap(keys).exact == 48
+    sink.view.unexpect(keys)
+    assert (sink.view.overlap(keys).exact, sink.view.kept) == (48, 48)
+    sink.view.unexpect(keys)
+    assert (sink.view.overlap(keys).exact, sink.view.kept) == (0, 0)
+
+
+def test_events_after_a_loss_do_no_harm():
+    view = ReplicaView(Keying("m", 2, 4))
+    tokens = tuple(range(8))
+    view.apply([BlockStored((5, 6), 77, tokens[:4], 2), BlockRemoved((1, 2))])
+    view.apply([BlockStored((5, 6, 7), 77, tokens[:6], 2)])  # told twice
+    view.apply([BlockRemoved((5,)), BlockStored((8,), 5, tokens[6:], 2)])
+    assert view.blocks == {6, 7, 8}
+    view.apply([BlockRemoved((6, 7, 8, 8))])
+    assert (view.blocks, view._doors) == (frozenset(), {})
+    view.apply([AllBlocksCleared()])
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 18])
+def test_short_prompts_have_little_to_overlap(length):
+    sink = Sink(16)
+    world = make_world("radix", page_size=16, events=sink)
+    tokens = prompt(18, 1)
+    world.run(request("donor", tokens, 20))
+    assert sink.overlap(tokens[:length]).exact == (length - 1) // 16 * 16

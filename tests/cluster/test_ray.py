@@ -1,0 +1,195 @@
+"""Two real replicas under Ray Serve: `make test-ray` installs Ray and runs this."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvweave.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    FuzzyConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
+from kvweave.errors import ConfigError, RequestError
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="Ray is not installed; `make test-ray` does both",
+    ),
+]
+GROUPS, TURNS = 6, 5
+
+
+@pytest.fixture(scope="module")
+def config(tiny_folder) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(tiny_folder("llama")), device="cpu"),
+        cache=CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=8192),
+        fuzzy=FuzzyConfig(fuzzy_self_check="off"),  # a random model would not pass
+        scheduler=SchedulerConfig(max_running_requests=16),
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(config) -> Iterator[Cluster]:
+    from kvweave.cluster.run import running_engines
+
+    with running_engines(config, ClusterConfig(replicas=2, cpus_per_replica=0.5)) as (engine, _):
+        yield Cluster(engine)
+
+
+class Cluster:
+    """What tests ask of the replicas, from outside any event loop."""
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+        self._handle = engine._handle
+
+    def ask(self, *requests: GenerateRequest) -> list[Completion | Exception]:
+        """All together."""
+
+        async def gather() -> list[Completion | Exception]:
+            return await asyncio.gather(*map(self.answer, requests), return_exceptions=True)
+
+        return asyncio.run(gather())
+
+    async def answer(self, request: GenerateRequest) -> Completion:
+        answer = Completion()
+        async for delta in self.engine.generate(request):
+            answer.extend(delta)
+        return answer
+
+    def snapshots(self) -> list:
+        """Of every replica, by identity over time as far as nobody dies."""
+        answers = self._handle.broadcast("snapshot").results(timeout_s=30)
+        return sorted(answers, key=lambda each: (each.requests, each.prefill_tokens))
+
+    def requests(self) -> list[int]:
+        return [each.requests for each in self.snapshots()]
+
+    def flush(self) -> None:
+        self._handle.broadcast("flush_cache", 10.0).results(timeout_s=30)
+
+
+def request(rid: str, prompt: list[int], max_tokens: int = 4, **more) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return GenerateRequest(rid=rid, prompt_ids=tuple(prompt), sampling=sampling, **more)
+
+
+def opening(group: int) -> list[int]:
+    return [(7 * group + at * at) % 250 for at in range(90)]
+
+
+def test_turns_land_with_their_group_and_groups_are_balanced(cluster):
+    histories = [opening(group) for group in range(GROUPS)]
+    reused = asked = 0
+    for turn in range(TURNS):
+        requests = [request(f"{g}.{turn}", history) for g, history in enumerate(histories)]
+        for group, answer in enumerate(cluster.ask(*requests)):
+            assert isinstance(answer, Completion), answer
+            if turn:
+                asked += len(histories[group])
+                reused += answer.usage.cached_tokens
+                # All but what was not yet a whole page, and the question.
+                assert answer.usage.cached_tokens >= len(histories[group]) - 16 - 12
+            histories[group] += [*answer.token_ids, *([group + turn] * 8)]
+    assert cluster.requests() == [15, 15]
+    assert reused / asked > 0.85
+
+
+def test_moved_text_draws_a_request_to_where_it_is_cached(cluster):
+    cluster.flush()
+    for group in range(4):
+        cluster.ask(request(f"donor {group}", opening(group)))
+    for group in range(4):
+        [answer] = cluster.ask(request(f"moved {group}", [255, 3, *[group] * 9, *opening(group)]))
+        assert answer.usage.moved_tokens >= 48, answer
+
+
+def test_refusals_arrive_as_the_engine_made_them(cluster):
+    [refused] = cluster.ask(request("long", [1] * 5000))
+    assert type(refused) is RequestError
+    assert (refused.status, refused.param) == (400, "prompt")
+    assert "takes 255 at most" in str(refused)
+
+
+def test_leaving_aborts_what_was_asked(cluster):
+    async def leave() -> None:
+        stream = cluster.engine.generate(request("left", [5] * 40, 200))
+        await stream.__anext__()
+        await stream.aclose()
+
+    asyncio.run(leave())
+    until(lambda: sum(each.aborted for each in cluster.snapshots()) == 1)
+    assert sum(each.running for each in cluster.snapshots()) == 0
+
+
+def test_a_dead_replica_is_replaced_and_only_what_it_was_saying_is_lost(cluster):
+    async def live_through_a_death() -> tuple[list, list]:
+        await cluster.engine.start()
+        first = [asyncio.create_task(cluster.answer(request(f"a{at}", [at] * 40, 150)))
+                 for at in range(8)]  # fmt: skip
+        await asyncio.sleep(0.3)  # all are being answered
+        victim = replica_processes()[0]
+        os.kill(victim, signal.SIGKILL)
+        then = [cluster.answer(request(f"b{at}", [60 + at] * 40, 4)) for at in range(24)]
+        after = await asyncio.gather(*then, return_exceptions=True)
+        before = await asyncio.gather(*first, return_exceptions=True)
+        await cluster.engine.stop()
+        return before, after
+
+    before, after = asyncio.run(live_through_a_death())
+    assert [each for each in after if not isinstance(each, Completion)] == []
+    lost = [each for each in before if not isinstance(each, Completion)]
+    assert len(lost) < len(before)
+    assert all(type(each) is RequestError and each.status == 503 for each in lost)
+    until(lambda: len(cluster.snapshots()) == 2)
+    answers = cluster.ask(*(request(f"c{at}", [130 + at] * 40) for at in range(8)))
+    assert all(isinstance(each, Completion) for each in answers)
+    assert min(cluster.requests()) >= 3  # the new one has an empty cache, so it is asked
+
+
+def test_what_ray_cannot_give_is_refused_at_once(config, cluster):
+    from kvweave.cluster.run import _check_room
+
+    with pytest.raises(ConfigError, match="--replicas 900 want 900 CPUs, and Ray has"):
+        _check_room(ClusterConfig(replicas=900))
+
+
+def replica_processes() -> list[int]:
+    import psutil  # Ray brings it
+
+    mine = psutil.Process().children(recursive=True)
+    return [each.pid for each in mine if "ServeReplica:kvweave:engine" in " ".join(each.cmdline())]
+
+
+def until(holds, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_serve_run_is_given_flags_as_texts_or_values():
+    from kvweave.cluster.app import settings
+
+    engine, replicas, server = settings(
+        {"replicas": "2", "page_size": 32, "cold_group_wait": "false", "api_key": "k"}
+    )
+    assert (engine.cache.page_size, engine.cache.cold_group_wait) == (32, False)
+    assert (replicas.replicas, server.api_key) == (2, "k")
+    with pytest.raises(ConfigError, match="there is no setting 'pages'") as caught:
+        settings({"pages": 1, "page_size": "x", "log_requests": "maybe"})
+    assert len(caught.value.problems) == 3
