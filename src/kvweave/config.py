@@ -101,6 +101,12 @@ class FuzzyConfig:
     fuzzy_max_share: float = _flag(
         1.0, "Most of a prompt that moved spans may serve; 0 demands exactness."
     )
+    fuzzy_refresh: float = _flag(
+        0.0, "Share of what moved spans serve that is computed again: 0 none, 1 all."
+    )
+    fuzzy_refresh_strategy: str = _flag(
+        "mix", "Who chooses what is computed again.", choices="fuzzy-refresh-strategies"
+    )
     fuzzy_time_budget_ms: float = _flag(
         50.0, "A provider that takes longer loses this request's reuse."
     )
@@ -149,7 +155,7 @@ class FuzzyConfig:
             "fuzzy_heal_queue",
         )
         found += _positive(self, "fuzzy_semantic_budget_ms", "fuzzy_semantic_index_tokens")
-        found += _share(self, "fuzzy_min_reuse_ratio", "fuzzy_max_share")
+        found += _share(self, "fuzzy_min_reuse_ratio", "fuzzy_max_share", "fuzzy_refresh")
         found += _share(self, "fuzzy_semantic_threshold", "fuzzy_semantic_max_share")
         for name in ("fuzzy_self_check_max_kl", "fuzzy_self_check_max_decoys"):
             if not getattr(self, name) >= 0:

@@ -33,8 +33,15 @@ def _embedders() -> tuple[str, ...]:
     return embedder_names()
 
 
+def _refresh_strategies() -> tuple[str, ...]:
+    from kvweave.fuzzy.refresh import STRATEGIES
+
+    return tuple(STRATEGIES)
+
+
 _REGISTRIES: dict[str, Callable[[], tuple[str, ...]]] = {
     "prefix-cache-backends": _backends,
     "fuzzy-providers": _providers,
     "embedders": _embedders,
+    "fuzzy-refresh-strategies": _refresh_strategies,
 }

@@ -33,6 +33,15 @@ def fuzzy_world(page_size: int = 4, **options) -> World:
     return make_world(make_cache=make_cache, page_size=page_size, **options)
 
 
+def fuzzy_world_refreshing(share: float, strategy: str = "mix", **options) -> World:
+    config = replace(SMALL, fuzzy_refresh=share, fuzzy_refresh_strategy=strategy)
+
+    def make_cache(pool: PagePool, given: CacheOptions, mover) -> FuzzyCache:
+        return FuzzyCache(pool, replace(given, fuzzy=config), mover)
+
+    return make_world(make_cache=make_cache, page_size=4, **options)
+
+
 def wrapped(seed: int, *documents: list[int]) -> list[int]:
     """Documents behind, between and before other text."""
     tokens = prompt(5 + seed % 7, 1000 + seed)
@@ -210,3 +219,54 @@ def test_random_lives_over_overlapping_text_answer_right(seed):
     assert world.engine.snapshot().hit_tokens["moved"] > 80
     world.engine.flush_cache()
     assert world.engine.snapshot().free_tokens == world.engine.snapshot().total_tokens
+
+
+@pytest.mark.parametrize("strategy", ["mix", "deviation", "question", "seams"])
+@pytest.mark.parametrize("chunk", [7, 64, 2048])
+def test_a_share_of_what_is_moved_is_computed_again(strategy, chunk):
+    world = fuzzy_world_refreshing(0.25, strategy, chunked_prefill_size=chunk)
+    world.run(request("donor", wrapped(1, DOCUMENT)))
+    budgets = []
+    world.runner.before = lambda batch: budgets.append(
+        0 if batch.screening is None else int(batch.screening.budget.sum())
+    )
+    tokens = wrapped(2, DOCUMENT)
+    world.run(request("moved", tokens, 6))
+    assert world.ids("moved") == oracle_answer(tokens, 6)
+    usage, plan = world.answers["moved", 0].usage, world.answers["moved", 0].plan
+    served = sum(span.length for span in plan)
+    assert usage.refreshed_tokens == round(0.25 * served)
+    assert usage.moved_tokens == served - usage.refreshed_tokens
+    # However the prompt is cut into chunks, what they may choose adds up.
+    assert sum(budgets) == (0 if strategy == "seams" else usage.refreshed_tokens)
+    world.assert_idle()
+
+
+def test_a_request_may_want_another_share_than_the_engine_is_set_to():
+    world = fuzzy_world_refreshing(0.25)
+    world.run(request("donor", wrapped(1, DOCUMENT)))
+    shares = []
+    for at, share in enumerate((None, 0.0, 0.5)):
+        world.run(replace(request(f"r{at}", wrapped(2 + at, DOCUMENT), 3), fuzzy_refresh=share))
+        usage = world.answers[f"r{at}", 0].usage
+        shares.append(usage.refreshed_tokens / (usage.refreshed_tokens + usage.moved_tokens))
+    assert shares == pytest.approx([0.25, 0.0, 0.5], abs=0.01)
+
+
+def test_refreshing_everything_moves_nothing_and_may_be_shared():
+    world = fuzzy_world_refreshing(1.0)
+    world.run(request("donor", wrapped(1, DOCUMENT)))
+    tokens = wrapped(2, DOCUMENT)
+    world.run(request("cold", tokens, 6))
+    usage = world.answers["cold", 0].usage
+    assert (usage.moved_tokens, usage.refreshed_tokens, world.answers["cold", 0].plan) == (0, 0, ())
+    world.run(request("again", tokens, 6))
+    assert world.answers["again", 0].usage.cached_tokens == (len(tokens) - 1) // 4 * 4
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_that_is_none_is_refused_in_words(share):
+    world = fuzzy_world_refreshing(0.25)
+    with pytest.raises(RequestError, match="share from 0 to 1") as caught:
+        world.engine.add(replace(request("r", DOCUMENT), fuzzy_refresh=share))
+    assert caught.value.param == "fuzzy_refresh"

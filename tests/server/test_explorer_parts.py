@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
-from kvweave.prefix.plan import Plan, Span
+from kvweave.prefix.plan import Plan, Span, runs_of
 from kvweave.server.explorer.history import History, Record
 from kvweave.server.explorer.shared import SURE_TO_BE_FOUND, shared_runs
 from kvweave.server.explorer.sources import SOURCES, counts, source_runs
@@ -32,7 +32,7 @@ def test_runs_say_of_every_token_what_the_plan_says(gaps, exact, data):
     refresh = data.draw(st.lists(st.sampled_from(inside), unique=True) if inside else st.just([]))
     plan = Plan(reached + 3, exact, tuple(spans), np.array(sorted(refresh), np.int32))
 
-    runs = source_runs(plan.length, exact, plan.spans, plan.refreshed)
+    runs = source_runs(plan.length, exact, plan.spans, runs_of(plan.refresh))
     named = [run.source for run in runs for _ in range(run.length)]
     assert len(named) == plan.length
     assert [run.start for run in runs] == [

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from kvweave.engine.detokenizer import Detokenizer, decoder_of, special_tokens
 from kvweave.engine.request import Sequence
 from kvweave.engine.sampler import SamplingState
 from kvweave.engine.stopping import StopMatcher
 from kvweave.engine.types import FinishReason, OutputDelta, TokenLogprob, Usage
-from kvweave.prefix.plan import Plan
+from kvweave.prefix.plan import runs_of
 
-_NO_PLAN = Plan(0)
 _SIBLING = 0xD1B54A32D192ED03
 """Added to the seed from one answer of a request to the next; odd, so that they all differ."""
 
@@ -97,7 +98,7 @@ class Answer:
         error: str | None = None,
     ) -> OutputDelta:
         sequence, group = self.sequence, self.sequence.group
-        plan = _NO_PLAN if self._told or sequence.lease is None else sequence.plan
+        news = not self._told and sequence.lease is not None
         self._told = True
         prompt_logprobs = None
         if self._prompt_logprobs is not None and not sequence.scores_prompt:
@@ -121,8 +122,8 @@ class Answer:
             finish_reason=self.finish_reason,
             matched_stop=self._matched,
             error=error,
-            plan=plan.spans,
-            refreshed=plan.refreshed,
+            plan=sequence.plan.spans if news else (),
+            refreshed=runs_of(np.sort(np.concatenate(sequence.refreshed))) if news else (),
         )
 
 

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvweave.kv.pool import IntArray
+from kvweave.prefix.plan import BoolArray
 
 LongArray: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Screening:
+    """Tokens of a batch whose KV is there already, and how many of them are computed again.
+
+    The others of `candidates` drop out on the way through the layers: from then on, what the pool
+    holds of them stays.
+    """
+
+    candidates: BoolArray
+    """(T)"""
+    budget: IntArray
+    """(R), how many of each row's candidates."""
+    strategies: tuple[str | None, ...]
+    """(R), by which rule (a name in fuzzy.refresh); None for rows without candidates."""
+    chosen: BoolArray
+    """(T), filled in by the forward pass: the candidates that it computed again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +56,7 @@ class ForwardBatch:
     page_size: int
     logits_at: LongArray
     """Indices of the tokens (not positions) whose logits are wanted, in the order wanted."""
+    screening: Screening | None = None
 
     @property
     def rows(self) -> int:
@@ -45,3 +65,26 @@ class ForwardBatch:
     @property
     def tokens(self) -> int:
         return len(self.token_ids)
+
+    def chosen(self, row: int) -> LongArray:
+        """Positions of a row's candidates that the forward pass computed again."""
+        if self.screening is None:
+            return self.positions[:0]
+        begin, end = self.query_start[row : row + 2]
+        return self.positions[begin:end][self.screening.chosen[begin:end]]
+
+    def only(self, kept: LongArray) -> ForwardBatch:
+        """The tokens with the indices `kept`, ascending, and no others; their rows stay.
+
+        Logits are wanted of those that are left.
+        """
+        wanted = self.logits_at[np.isin(self.logits_at, kept)]
+        return replace(
+            self,
+            token_ids=self.token_ids[kept],
+            positions=self.positions[kept],
+            slots=self.slots[kept],
+            query_start=np.searchsorted(kept, self.query_start).astype(np.int32),
+            logits_at=np.searchsorted(kept, wanted),
+            screening=None,
+        )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from kvweave.config import EngineConfig
+from kvweave.config import EngineConfig, FuzzyConfig
 from kvweave.engine.attention import get_backend
 from kvweave.engine.machinery import Machinery
 from kvweave.engine.runner import ModelRunner
 from kvweave.errors import ConfigError
 from kvweave.events import EventsConfig, open_sink
+from kvweave.fuzzy.refresh import SEAMS, STRATEGIES
 from kvweave.kv.mover import KVMover, TensorMover
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.tensors import KVTensors
@@ -43,7 +45,7 @@ def build_machinery(
         eviction=cache_config.radix_eviction_policy,
         events=wanted is not None,
         wait_for_producers=cache_config.cold_group_wait,
-        fuzzy=config.fuzzy,
+        fuzzy=_fuzzy(config, loaded),
         decode=_decoder(loaded.tokenizer),
     )
     cache = create_cache(cache_config.prefix_cache_backend, pool, options, make_mover(kv))
@@ -68,6 +70,20 @@ def _decoder(tokenizer: Any) -> Callable[[IntArray], str]:
         return text
 
     return decode
+
+
+def _fuzzy(config: EngineConfig, loaded: LoadedModel) -> FuzzyConfig:
+    """The settings for reuse beyond the prefix, as far as the model can follow them."""
+    fuzzy = config.fuzzy
+    if loaded.narrows or not STRATEGIES[fuzzy.fuzzy_refresh_strategy].looks:
+        return fuzzy
+    if fuzzy.fuzzy_refresh:
+        logger.warning(
+            "--fuzzy-refresh-strategy %s does not work with this model, whose layers must all see "
+            "the same tokens: what is refreshed is chosen by seams instead",
+            fuzzy.fuzzy_refresh_strategy,
+        )
+    return replace(fuzzy, fuzzy_refresh_strategy=SEAMS)
 
 
 def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -205,8 +205,9 @@ class Engine:
             self._fail_step(step, error)
             return
         self._failures = 0
-        for part, outcome in zip(wanted, outcomes, strict=True):
+        for row, (part, outcome) in enumerate(zip(wanted, outcomes, strict=True)):
             try:
+                part.row.sequence.refreshed.append(batch.chosen(row))
                 self._advance(part, outcome)
             except Exception as error:
                 self._fail(part.row.sequence, error)

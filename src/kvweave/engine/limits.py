@@ -21,6 +21,11 @@ class Limits:
         """Raise RequestError if the request could not be served, even alone."""
         sampling = request.sampling
         sampling.validate()
+        if request.fuzzy_refresh is not None and not 0 <= request.fuzzy_refresh <= 1:
+            raise RequestError(
+                f"fuzzy_refresh is a share from 0 to 1, not {request.fuzzy_refresh}",
+                param="fuzzy_refresh",
+            )
         self._check_length(len(request.prompt_ids), sampling.max_tokens)
         self._check_tokens(request.prompt_ids, "prompt")
         self._check_tokens(sampling.stop_token_ids, "stop_token_ids")

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvweave.engine.batch import ForwardBatch, LongArray
+from kvweave.engine.batch import ForwardBatch, LongArray, Screening
 from kvweave.engine.scheduler import Row
 from kvweave.kv.pool import IntArray
 
@@ -82,6 +82,7 @@ class Packer:
             page_start=page_start,
             page_size=size,
             logits_at=logits_at,
+            screening=_screening(rows, query_start),
         )
         return batch, wanted
 
@@ -108,6 +109,24 @@ def _fill(
     positions[:] = at
     token_ids[:] = sequence.tokens[at]
     slots[:] = table[at // size].astype(np.int64) * size + at % size
+
+
+def _screening(rows: Rows[Row], query_start: IntArray) -> Screening | None:
+    """What plans leave to the forward pass to choose, if they do."""
+    if all(row.sequence.plan.screen is None for row in rows):
+        return None
+    candidates = np.zeros(int(query_start[-1]), np.bool_)
+    budget = np.zeros(len(rows), np.int32)
+    strategies: list[str | None] = [None] * len(rows)
+    for r, row in enumerate(rows):
+        mine, most = row.sequence.candidates(row.count)
+        screen = row.sequence.plan.screen
+        if mine is not None and screen is not None:
+            candidates[query_start[r] : query_start[r] + len(mine)] = mine
+            budget[r], strategies[r] = most, screen.strategy
+    if not candidates.any():
+        return None
+    return Screening(candidates, budget, tuple(strategies), np.zeros_like(candidates))
 
 
 def _logits(rows: Rows[Row], query_start: IntArray) -> tuple[LongArray, list[RowLogits]]:

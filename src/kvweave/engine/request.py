@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvweave.engine.types import GenerateRequest
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import Lease, Namespace, RequestView
-from kvweave.prefix.plan import Plan, Tier
+from kvweave.prefix.plan import BoolArray, Plan, Tier
 
 
 class Status(Enum):
@@ -51,9 +51,9 @@ class RequestGroup:
         """Remember what the first admission reused; siblings and returns do not count again."""
         self.admitted = True
         self.cached_tokens = plan.exact
-        self.moved_tokens = plan.served_by(Tier.MOVED)
         self.paraphrase_tokens = plan.served_by(Tier.PARAPHRASE)
-        self.refreshed_tokens = len(plan.refresh)
+        self.moved_tokens = plan.served - self.paraphrase_tokens
+        self.refreshed_tokens = plan.recomputed
 
 
 class Sequence:
@@ -78,6 +78,7 @@ class Sequence:
         "limit",
         "offered",
         "prompt_length",
+        "refreshed",
         "scored",
         "stalled",
         "status",
@@ -100,6 +101,8 @@ class Sequence:
         self.done = 0
         self.offered = 0
         """Whole pages of tokens that the cache was told of, or lent."""
+        self.refreshed: list[npt.NDArray[np.integer]] = []
+        """Positions that were served and are computed all the same, ascending."""
         self.scored = 0
         """Prompt tokens whose log probabilities are known, when they are wanted."""
         self.due: int | None = None
@@ -149,11 +152,13 @@ class Sequence:
                 max_exact=self.scored if self.scores_prompt else None,
                 fuzzy=request.fuzzy and not self.scores_prompt,
                 protected_from=request.protected_from,
+                refresh=request.fuzzy_refresh,
             )
         return self._view
 
     def start(self, lease: Lease) -> None:
         self.lease = lease
+        self.refreshed = [lease.plan.refresh]
         self.done = 0
         self.offered = lease.published
         self.status = Status.RUNNING
@@ -189,6 +194,23 @@ class Sequence:
         plan = self.plan
         beyond = self.done - len(plan.compute)
         return plan.length + beyond if beyond > 0 else plan.frontier(self.done)
+
+    def candidates(self, count: int) -> tuple[BoolArray | None, int]:
+        """Which of the next `count` positions a screen may choose, and how many of them it does.
+
+        None if there is nothing to choose. What is chosen adds up to the screen's budget over all
+        chunks, however they are cut.
+        """
+        plan = self.plan
+        if plan.candidates is None or plan.screen is None:
+            return None, 0
+        mine = plan.candidates[self.done : self.done + count]
+        before = int(np.count_nonzero(plan.candidates[: self.done]))
+        after = before + int(np.count_nonzero(mine))
+        if before == after:
+            return None, 0
+        total, budget = int(np.count_nonzero(plan.candidates)), plan.screen.budget
+        return mine, after * budget // total - before * budget // total
 
     def last_position(self, count: int) -> int:
         """The highest of the next `count` positions."""

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 from kvweave.engine.attention.base import AttentionBackend, AttentionBatch, LayerCall
-from kvweave.engine.batch import ForwardBatch
+from kvweave.engine.batch import ForwardBatch, Screening
+from kvweave.engine.narrowing import Narrowing
+from kvweave.engine.screening import AskedFor, Screener, asking_rows
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import hook
 from kvweave.models.loading import LoadedModel
@@ -23,22 +25,53 @@ class ModelRunner:
         self.kv = kv
         self.backend = backend
         self._calls: dict[int, LayerCall] = {}
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._attention: AttentionBatch
+        self._asked: AskedFor | None = None
+        self._narrowing: Narrowing | None = None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute the tokens, keep their KV; logits float32 (len(logits_at), vocabulary)."""
         with torch.inference_mode(), hook.attention(self._attend):
-            attention = self._on_device(batch)
-            self._slots = attention.slots
-            self.backend.begin(attention)
-            output = self.loaded.model(
-                input_ids=self._tensor(batch.token_ids)[None],
-                position_ids=attention.positions[None],
-                use_cache=False,
-                logits_to_keep=self._tensor(batch.logits_at),
-            )
-            logits: torch.Tensor = output.logits[0]
-            return logits.float()
+            if batch.screening is None:
+                return self._run(batch)
+            return self._run_screened(batch, batch.screening)
+
+    def _run_screened(self, batch: ForwardBatch, screening: Screening) -> torch.Tensor:
+        """Find out first, where that is wanted, what is asked for; then choose on the way."""
+        rows = asking_rows(batch, screening)
+        if rows:
+            self._asked = AskedFor(batch, screening, rows, self.kv)
+        try:
+            if self._asked is not None:
+                self._run(self._asked.batch)
+            screener = Screener(batch, screening, self._asked, len(self.kv.layouts))
+        finally:
+            self._asked = None
+        return self._run(batch, screener)
+
+    def _run(self, batch: ForwardBatch, screener: Screener | None = None) -> torch.Tensor:
+        if screener is not None and len(screener.kept) < batch.tokens:
+            batch = batch.only(screener.kept.numpy())
+        self._begin(self._on_device(batch))
+        logits_at = self._tensor(batch.logits_at)
+        if screener is not None and screener.stops:
+            self._narrowing = Narrowing(screener, self._attention, logits_at, self._begin)
+        try:
+            with hook.narrowing(self._narrowing):
+                output = self.loaded.model(
+                    input_ids=self._tensor(batch.token_ids)[None],
+                    position_ids=self._attention.positions[None],
+                    use_cache=False,
+                    logits_to_keep=logits_at,
+                )
+        finally:
+            self._narrowing = None
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+    def _begin(self, attention: AttentionBatch) -> None:
+        self._attention = attention
+        self.backend.begin(attention)
 
     def _on_device(self, batch: ForwardBatch) -> AttentionBatch:
         return AttentionBatch(
@@ -75,7 +108,13 @@ class ModelRunner:
             scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
             call = LayerCall(layer, scale, self.kv.layouts[layer].window, softcap)
             self._calls[layer] = call
-        self.kv.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        fresh, slots = (key[0].transpose(0, 1), value[0].transpose(0, 1)), self._attention.slots
+        if self._narrowing is not None:
+            self._narrowing.observe(layer, *fresh, slots, self.kv)
+        self.kv.write(layer, slots, *fresh)
         # Models compute rotated queries in the memory order (tokens, heads, dim): no copy here.
-        output = self.backend.attend(query[0].transpose(0, 1).contiguous(), self.kv, call)
+        queries = query[0].transpose(0, 1).contiguous()
+        if self._asked is not None:
+            self._asked.see(queries, self.kv, call)
+        output = self.backend.attend(queries, self.kv, call)
         return output[None], None

@@ -97,6 +97,8 @@ class GenerateRequest:
     protected_from: int | None = None
     """Where the last question begins, in tokens: from there on nothing is served in other words.
     None: unknown, and assumed to be long."""
+    fuzzy_refresh: float | None = None
+    """Share of what is moved that is computed again; None: as the engine is configured."""
 
 
 @dataclass(frozen=True, slots=True)

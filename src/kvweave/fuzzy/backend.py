@@ -18,6 +18,7 @@ from kvweave.fuzzy.passages import Cutter
 from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate
 from kvweave.fuzzy.providers import create_provider
+from kvweave.fuzzy.refresh import choose
 from kvweave.kv.mover import KVMover, MoveRun
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.base import CacheOptions, CacheStats, Lease, Refusal, RequestView
@@ -54,7 +55,7 @@ class FuzzyCache(RadixCache):
         try:
             pieces = self._pieces(view, lease.plan.exact) if self._allows(view) else []
             if pieces:
-                self._realize(lease, pieces)
+                self._realize(lease, pieces, self._share(view))
         except BaseException:
             self.release(lease)  # nobody else knows of it yet
             raise
@@ -122,7 +123,12 @@ class FuzzyCache(RadixCache):
 
     def _allows(self, view: RequestView) -> bool:
         # A bound on the exact prefix asks for what lies behind it to be computed.
-        return view.fuzzy and view.max_exact is None and self._config.fuzzy_max_share > 0
+        wanted = self._config.fuzzy_max_share > 0 and self._share(view) < 1
+        return view.fuzzy and view.max_exact is None and wanted
+
+    def _share(self, view: RequestView) -> float:
+        """How much of what is moved is computed again; all of it is nothing moved at all."""
+        return self._config.fuzzy_refresh if view.refresh is None else view.refresh
 
     def _pieces(self, view: RequestView, exact: int) -> list[Candidate]:
         """What to serve beyond the exact prefix: verified, chosen and cut to size."""
@@ -146,7 +152,7 @@ class FuzzyCache(RadixCache):
         except Exception:  # it came from elsewhere, and may be anything
             return None
 
-    def _realize(self, lease: RadixLease, pieces: list[Candidate]) -> None:
+    def _realize(self, lease: RadixLease, pieces: list[Candidate], refresh: float) -> None:
         """Copy the donors' KV into pages of the lease's own; if that fails, it stays exact."""
         nodes = [self._donors.node(piece.page) for piece in pieces]
         donors = [node for node in nodes if node is not None]
@@ -155,7 +161,7 @@ class FuzzyCache(RadixCache):
         exact_pages = len(lease.pages)
         try:
             # Evicts others if need be; the donors are locked.
-            if self.grow(lease, pieces[-1].end) and not self._move(lease, pieces):
+            if self.grow(lease, pieces[-1].end) and not self._move(lease, pieces, refresh):
                 surplus = lease.pages[exact_pages:].copy()
                 lease.truncate(exact_pages)
                 self.pool.drop(surplus)
@@ -163,7 +169,7 @@ class FuzzyCache(RadixCache):
             for node in donors:
                 self.tree.unlock(node)
 
-    def _move(self, lease: RadixLease, pieces: list[Candidate]) -> bool:
+    def _move(self, lease: RadixLease, pieces: list[Candidate], refresh: float) -> bool:
         """Fill the lease's pages and let its plan say so; False, and no new plan, if that fails."""
         size, spans, runs = self.page_size, [], []
         for piece in pieces:
@@ -179,7 +185,8 @@ class FuzzyCache(RadixCache):
                     zeroed=self._guard.zeroed_layers,
                 )
             )
-        plan = Plan(lease.plan.length, lease.plan.exact, tuple(spans))
+        chosen, screen = choose(spans, refresh, self._config.fuzzy_refresh_strategy)
+        plan = Plan(lease.plan.length, lease.plan.exact, tuple(spans), chosen, screen)
         try:
             self._mover.move(runs)
         except IntegrityError:

@@ -33,9 +33,14 @@ _FAR = 1 << 20
 """A position beyond every window and chunk that models use."""
 
 
+Narrowing: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""What becomes of each tensor that a decoder layer is given."""
+
+
 class _Here(threading.local):
     function: AttentionFunction | None = None
     wanted: Callable[[], bool] | None = None
+    narrowing: Narrowing | None = None
 
 
 _here = _Here()
@@ -62,6 +67,57 @@ def interruptible(wanted: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         _here.wanted = outer
+
+
+@contextmanager
+def narrowing(function: Narrowing | None) -> Iterator[None]:
+    """Let `function` change the arguments of this thread's decoder layers within the block.
+
+    Of models that `prepare` has seen. It is called for every tensor, also for those in tuples,
+    lists and dicts.
+    """
+    outer, _here.narrowing = _here.narrowing, function
+    try:
+        yield
+    finally:
+        _here.narrowing = outer
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Let `narrowing` reach the model's decoder layers: whatever holds one attention each.
+
+    Hooks stay, since other threads may be running the model when one wants them; a layer outside
+    a narrowing pays a microsecond for that.
+    """
+    for layer in _decoder_layers(model):
+        layer.register_forward_pre_hook(_narrow, with_kwargs=True)
+
+
+def _decoder_layers(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
+    for stack in model.modules():
+        if isinstance(stack, torch.nn.ModuleList):
+            for layer in stack:
+                if any(hasattr(part, "layer_idx") for part in layer.modules()):
+                    yield layer
+
+
+def _narrow(
+    _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    function = _here.narrowing
+    if function is None:
+        return None
+    return _each_tensor(args, function), _each_tensor(kwargs, function)
+
+
+def _each_tensor(value: Any, function: Narrowing) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _each_tensor(item, function) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_each_tensor(item, function) for item in value)
+    return value
 
 
 @contextmanager

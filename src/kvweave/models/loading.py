@@ -19,7 +19,7 @@ from kvweave.models.inspect import inspect_layers
 from kvweave.models.limits import check_settings, context_length_of
 from kvweave.models.progress import Progress, no_library_bars, silent
 from kvweave.models.sources import Source, find_source
-from kvweave.models.trial import run_trial
+from kvweave.models.trial import narrows, run_trial
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class LoadedModel:
     context_length: int
     vocab_size: int
     """Logits per token."""
+    narrows: bool
+    """Tokens may drop out between its layers."""
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
     device: torch.device
@@ -65,6 +67,8 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         tokenizer = _tokenizer(source, config.tokenizer)
         model = _weights(source, dtype, device, progress)
         layouts, vocab_size = _prove(model, context_length)
+        hook.prepare(model)
+        may_narrow = narrows(model, layouts)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{source.name} cannot be served: {error}") from error
     model.set_attn_implementation(hook.SERVING)
@@ -80,6 +84,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         layouts=layouts,
         context_length=context_length,
         vocab_size=vocab_size,
+        narrows=may_narrow,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         dtype=dtype,
         device=device,

@@ -57,12 +57,62 @@ def run_trial(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> int:
     return int(packed.shape[-1])
 
 
+def narrows(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> bool:
+    """Whether tokens may drop out between the model's layers without harm to those that stay.
+
+    The first row drops out after the first layer; the others must be answered as if it had not.
+    For a model that `hook.prepare` has seen and `run_trial` has passed.
+    """
+    device = model.device
+    vocab = model.config.get_text_config().vocab_size
+    total, gone = sum(_ROWS), _ROWS[0]
+    ids = torch.arange(1, total + 1, device=device) * 7919 % vocab
+    positions = torch.cat([torch.arange(n, device=device) for n in _ROWS])
+    ends = torch.tensor(_ROWS, device=device).cumsum(0)
+    dense = _DensePacked(layouts, [0, *ends.tolist()])
+    at = ends[1:] - 1
+
+    def drop(tensor: torch.Tensor) -> torch.Tensor:
+        if dense.layer is None or tensor.dim() < 2 or tensor.shape[:2] != (1, total):
+            return tensor
+        if dense.rows[0].stop == gone:
+            dense.rows = [slice(row.start - gone, row.stop - gone) for row in dense.rows[1:]]
+            at.sub_(gone)
+        return tensor[:, gone:]
+
+    def answers() -> torch.Tensor:
+        with hook.implementation(model, hook.SERVING), hook.attention(dense):
+            output = model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=at,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+    with torch.inference_mode():
+        expected = answers()
+        dense.layer = None
+        try:
+            with hook.narrowing(drop):
+                found = answers()
+        except Exception:  # whatever a model's code does when tensors get shorter on the way
+            return False
+    error = (found - expected).norm() / expected.norm()
+    return len(dense.rows) < len(_ROWS) and bool(
+        error < _TOLERANCE.get(model.dtype, _TOLERANCE_NARROW)
+    )
+
+
 class _DensePacked:
     """What the engine's attention computes, in its plainest form: all scores, masked per row."""
 
     def __init__(self, layouts: tuple[LayerLayout, ...], starts: list[int]) -> None:
         self.layouts = layouts
         self.rows = [slice(*pair) for pair in pairwise(starts)]
+        self.layer: int | None = None
+        """The last that was computed."""
 
     def __call__(
         self,
@@ -76,7 +126,9 @@ class _DensePacked:
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window = self.layouts[module.layer_idx].window  # type: ignore[index]
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        self.layer = layer
+        window = self.layouts[layer].window
         groups = query.shape[1] // key.shape[1]
         outputs = []
         for row in self.rows:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvweave.errors import IntegrityError
 from kvweave.kv.pool import IntArray
+
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 class Tier(str, Enum):
@@ -47,12 +51,24 @@ def _no_positions() -> IntArray:
     return np.zeros(0, np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """Leaves it to the forward pass which `budget` further tokens of spans are computed again.
+
+    `strategy` names the rule by which it chooses, when it has seen what there is to see.
+    """
+
+    strategy: str
+    budget: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Covers every position once: `[0, exact)` from the tree, then spans, the rest fresh.
 
-    `refresh` lists positions inside spans that are computed although donor KV exists. `compute` is
-    everything that the forward pass has to run, in ascending order: the fresh and the refreshed.
+    `refresh` lists positions inside spans that are computed although donor KV exists; with a
+    `screen`, the forward pass adds more. `compute` is everything that it has to look at, in
+    ascending order: the fresh and the refreshed, and with a screen all that could be refreshed.
     Immutable; a plan that does not add up raises IntegrityError when built.
     """
 
@@ -60,21 +76,33 @@ class Plan:
     exact: int = 0
     spans: tuple[Span, ...] = ()
     refresh: IntArray = field(default_factory=_no_positions)
+    screen: Screen | None = None
     compute: IntArray = field(init=False)
+    candidates: BoolArray | None = field(init=False)
+    """With a screen: which of `compute` are served unless the screen chooses them."""
 
     def __post_init__(self) -> None:
         self._check()
-        if not self.spans:
-            compute = np.arange(self.exact, self.length, dtype=np.int32)
-        else:
-            mask = np.ones(self.length, np.bool_)
-            mask[: self.exact] = False
-            for span in self.spans:
-                mask[span.start : span.end] = False
-            mask[self.refresh] = True
-            compute = np.flatnonzero(mask).astype(np.int32)
+        compute, candidates = np.arange(self.exact, self.length, dtype=np.int32), None
+        if self.spans:
+            fresh = self._fresh()
+            if self.screen is None:
+                compute = np.flatnonzero(fresh).astype(np.int32)
+            else:
+                candidates = ~fresh[self.exact :]
+                candidates.setflags(write=False)
         compute.setflags(write=False)
         object.__setattr__(self, "compute", compute)
+        object.__setattr__(self, "candidates", candidates)
+
+    def _fresh(self) -> BoolArray:
+        """By position: what is sure to be computed."""
+        mask = np.ones(self.length, np.bool_)
+        mask[: self.exact] = False
+        for span in self.spans:
+            mask[span.start : span.end] = False
+        mask[self.refresh] = True
+        return mask
 
     def _check(self) -> None:
         if not 0 <= self.exact < max(self.length, 1):
@@ -89,28 +117,31 @@ class Plan:
                     f"or leaves no last token of {self.length}"
                 )
             covered = span.end
+        if self.screen is not None and (self.screen.budget < 1 or self.served < 0):
+            raise IntegrityError(f"{self.screen.budget} tokens are to be chosen of too few")
 
     @property
     def served(self) -> int:
         """Tokens that spans serve and nothing refreshes (the exact prefix is not among them)."""
-        return self.length - self.exact - len(self.compute)
+        return sum(span.length for span in self.spans) - self.recomputed
 
     def served_by(self, tier: Tier) -> int:
-        """Tokens that spans of one tier serve and nothing refreshes."""
+        """Tokens that spans of one tier serve and nothing refreshes.
+
+        What a screen will choose is expected to fall on all tiers alike.
+        """
         spans = [span for span in self.spans if span.tier is tier]
         edges = np.array([(span.start, span.end) for span in spans], np.int64).reshape(-1, 2)
         refreshed = np.diff(np.searchsorted(self.refresh, edges), axis=1)
-        return int(np.diff(edges, axis=1).sum() - refreshed.sum())
+        served = int(np.diff(edges, axis=1).sum() - refreshed.sum())
+        if self.screen is None or not served:
+            return served
+        return served - served * self.screen.budget // (self.served + self.screen.budget)
 
     @property
-    def refreshed(self) -> tuple[tuple[int, int], ...]:
-        """`refresh` as runs: (start, length)."""
-        if not len(self.refresh):
-            return ()
-        ends = np.flatnonzero(np.diff(self.refresh) != 1)
-        starts = self.refresh[np.concatenate(([0], ends + 1))]
-        lengths = np.diff(np.concatenate(([-1], ends, [len(self.refresh) - 1])))
-        return tuple(zip(starts.tolist(), lengths.tolist(), strict=True))
+    def recomputed(self) -> int:
+        """Tokens of spans that are computed again."""
+        return len(self.refresh) + (0 if self.screen is None else self.screen.budget)
 
     @property
     def approximate(self) -> bool:
@@ -124,3 +155,13 @@ class Plan:
     def frontier(self, done: int) -> int:
         """All positions below the result have KV once the first `done` of `compute` have run."""
         return int(self.compute[done]) if done < len(self.compute) else self.length
+
+
+def runs_of(positions: IntArray) -> tuple[tuple[int, int], ...]:
+    """Ascending positions as runs of consecutive ones: (start, length)."""
+    if not len(positions):
+        return ()
+    ends = np.flatnonzero(np.diff(positions) != 1)
+    starts = positions[np.concatenate(([0], ends + 1))]
+    lengths = np.diff(np.concatenate(([-1], ends, [len(positions) - 1])))
+    return tuple(zip(starts.tolist(), lengths.tolist(), strict=True))

@@ -82,6 +82,7 @@ class GenerationBody(_Body):
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: CacheSalt | None = None
     fuzzy: bool = True
+    fuzzy_refresh: float | None = Field(None, ge=0, le=1)
     return_plan: bool = False
 
     def sampling(self, **more: Any) -> SamplingParams:

@@ -96,6 +96,7 @@ class Service:
                 cache_salt=body.cache_salt,
                 fuzzy=body.fuzzy,
                 protected_from=protected_from,
+                fuzzy_refresh=body.fuzzy_refresh,
             )
             for place, ids in enumerate(prompts)
         ]

@@ -35,20 +35,43 @@ class Cell:
     rerun: bool = False
 
 
-def moved(writer: Writer, _: int) -> Case:
-    """One document, another instruction before it and another question after it."""
+def moved(length: int) -> Callable[[Writer, int], Case]:
+    """One stretch of a manual, another instruction before it and another question after it."""
+
+    def build(writer: Writer, _: int) -> Case:
+        document = writer.corpus.take(writer.length(length))
+        about = str(writer.rng.choice(_ABOUT_A_DOCUMENT))
+        return Case((writer.prompt(document),), writer.prompt(document, about), about)
+
+    return build
+
+
+def reordered(documents: int) -> Callable[[Writer, int], Case]:
+    """A bank's documents in another order, no two neighbours as before; one is asked for."""
+
+    def build(writer: Writer, _: int) -> Case:
+        held = writer.documents(documents, writer.length(_PASSAGE))
+        about = f"What does the document '{held[int(writer.rng.integers(documents))][0]}' say?"
+        parts = [tokens for _, tokens in held]
+        donor = writer.prompt(np.concatenate(parts))
+        body = np.concatenate([parts[at] for at in _shuffled(writer, documents)])
+        return Case((donor,), writer.prompt(body, about), about)
+
+    return build
+
+
+def moved_fact(writer: Writer, _: int) -> Case:
+    """One text, another instruction before it; a fact in it is asked for."""
     asked = writer.asked(writer.length(_DOCUMENT))
     return _case(asked, (writer.prompt(asked.passage),), asked.passage, writer)
 
 
-def reordered(passages: int) -> Callable[[Writer, int], Case]:
+def reordered_fact(passages: int) -> Callable[[Writer, int], Case]:
     """The same passages in another order, no two of them neighbours as before."""
 
     def build(writer: Writer, _: int) -> Case:
         held = [writer.asked(writer.length(_PASSAGE)) for _ in range(passages)]
-        order = writer.rng.permutation(passages)
-        while np.any(np.diff(order) == 1):
-            order = writer.rng.permutation(passages)
+        order = _shuffled(writer, passages)
         donor = writer.prompt(_joined(held))
         asked = held[int(writer.rng.integers(passages))]
         return _case(asked, (donor,), _joined([held[at] for at in order]), writer)
@@ -108,16 +131,40 @@ def choose_cells(names: str | None) -> list[Cell]:
 
 
 CELLS = (
-    Cell(name="moved", summary="one document of 1,024 tokens behind another wrapper", build=moved),
+    Cell(
+        name="moved",
+        summary="one document of 1,024 tokens behind another wrapper",
+        build=moved(_DOCUMENT),
+    ),
+    Cell(
+        name="moved-4k",
+        summary="one document of 4,096 tokens behind another wrapper",
+        build=moved(4 * _DOCUMENT),
+    ),
+    Cell(
+        name="moved-fact",
+        summary="1,024 tokens of mixed sentences behind another wrapper, a fact in them asked for",
+        build=moved_fact,
+    ),
     Cell(
         name="reordered",
-        summary="four passages of 256 tokens in another order",
+        summary="four documents of 256 tokens in another order",
         build=reordered(4),
     ),
     Cell(
         name="reordered-8",
-        summary="eight passages of 256 tokens in another order",
+        summary="eight documents of 256 tokens in another order",
         build=reordered(8),
+    ),
+    Cell(
+        name="reordered-fact",
+        summary="four passages of 256 tokens of mixed sentences in another order, a fact asked for",
+        build=reordered_fact(4),
+    ),
+    Cell(
+        name="reordered-fact-8",
+        summary="eight such passages in another order",
+        build=reordered_fact(8),
     ),
     Cell(
         name="multi-donor",
@@ -158,11 +205,26 @@ CELLS = (
         all_arms=False,
     ),
 )
+_ABOUT_A_DOCUMENT = (
+    "What is this text about?",
+    "Which programs are named in it?",
+    "What should a newcomer be warned about?",
+    "What has to be done first?",
+    "Summarise the last part in one sentence.",
+)
 _HEADER = "You are a helpful assistant. Answer in one short sentence.{}"
 _MORE = (
     " This conversation was resumed after a break; the user has read all earlier answers and does "
     "not need to be reminded of them."
 )
+
+
+def _shuffled(writer: Writer, count: int) -> IntArray:
+    """An order in which nobody follows whom it followed."""
+    order = writer.rng.permutation(count)
+    while np.any(np.diff(order) == 1):
+        order = writer.rng.permutation(count)
+    return order.astype(np.int32)
 
 
 def _joined(passages: list[Asked]) -> IntArray:

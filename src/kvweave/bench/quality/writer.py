@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -76,6 +76,12 @@ class Writer:
             size += len(parts[-1])
         return np.concatenate(parts)
 
+    def documents(self, count: int, length: int) -> list[tuple[str, IntArray]]:
+        """Titles and first `length` tokens of so many of a bank's documents."""
+        fitting = self._long_documents(length)
+        chosen = self.rng.choice(len(fitting), count, replace=False)
+        return [fitting[int(at)] for at in chosen]
+
     def asked(self, length: int) -> Asked:
         """A passage of `length` tokens; somewhere in its first half it tells about a country."""
         fitting = [each for each in self._told if len(each[1]) < 0.6 * length]
@@ -87,6 +93,13 @@ class Writer:
         rest = self.prose(max(0, length - len(before) - len(about)))
         passage = np.concatenate([before, about, rest])[:length]
         return Asked(passage, *_question(country, self.rng))
+
+    @cache  # noqa: B019  (a bench has one writer, which lives as long as it does)
+    def _long_documents(self, length: int) -> list[tuple[str, IntArray]]:
+        """Of at least so many tokens, cut to that, each under its title."""
+        texts = self.corpus.collection("banking").texts
+        found = [(each.title, self.tokens(f"# {each.title}\n\n{each.body}")) for each in texts]
+        return [(title, tokens[:length]) for title, tokens in found if len(tokens) >= length]
 
     @cached_property
     def countries(self) -> list[Text]:

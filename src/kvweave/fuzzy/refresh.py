@@ -1,0 +1,119 @@
+"""Which tokens of moved spans are computed again, within a budget.
+
+KV that was moved is that of the right token at the right position, but it was computed behind
+another text. Few tokens take that badly (CacheBlend, arXiv 2405.16444, section 4); a strategy says
+how they are told from the others. Some of it is known when the plan is made: where spans begin, and
+where the prompt differs from its donor. The rest shows in the forward pass, whose part of the work
+is `engine.screening`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.plan import BoolArray, Screen, Span
+
+_FOLLOWERS = 8
+"""Tokens after a place where the prompt differs from its donor that come first in any budget."""
+_EDIT = 64
+"""The longest such place: a longer one is other text, and not another fact in the same text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """After `depth` of the layers (two at least), `keep` x the budget go on."""
+
+    depth: float
+    keep: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What makes a token worth computing again.
+
+    question: the power of the attention that the prompt's last fresh tokens pay to it when all
+    that is moved is taken as it is; 0: it does not count, and is never worked out. stops: where
+    the keys and values computed so far are compared with the moved ones, the tokens that deviate
+    least falling out. Both multiply. Neither: closeness to the seam before it is what counts.
+    """
+
+    question: float = 0.0
+    stops: tuple[Stop, ...] = ()
+
+    @property
+    def looks(self) -> bool:
+        """Chooses in the forward pass."""
+        return bool(self.question or self.stops)
+
+    def stops_by_layer(self, layers: int) -> dict[int, float]:
+        """What share of the budget goes on after a layer, of a model of `layers` layers."""
+        keeps: dict[int, float] = {}
+        for stop in self.stops:
+            layer = max(2, round(stop.depth * layers)) - 1
+            # Where few layers make stops fall together, it is the budget itself that is kept.
+            if stop.keep >= 1 or layer not in keeps:
+                keeps[layer] = stop.keep
+        return keeps
+
+
+SEAMS = "seams"
+STRATEGIES = {
+    "mix": Strategy(0.75, (Stop(1 / 15, 3.3), Stop(1 / 6, 1.3), Stop(0.3), Stop(0.5, 0.7))),
+    "deviation": Strategy(stops=(Stop(0),)),
+    "question": Strategy(question=1.0),
+    SEAMS: Strategy(),
+}
+
+
+def choose(spans: Sequence[Span], share: float, strategy: str) -> tuple[IntArray, Screen | None]:
+    """Positions to compute again, and who chooses the rest of `share` x all tokens of `spans`.
+
+    Tokens just behind an edit come first whatever the strategy: they are what would carry the
+    donor's fact into the recipient's answer.
+    """
+    lengths = np.array([span.length for span in spans])
+    budget = round(share * int(lengths.sum()))
+    nothing = np.zeros_like(lengths)
+    heads = _levelled(nothing, np.minimum(lengths, _FOLLOWERS) * _edited(spans), budget)
+    if not STRATEGIES[strategy].looks:
+        return _first(spans, _levelled(heads, lengths, budget)), None
+    left = budget - int(heads.sum())
+    return _first(spans, heads), Screen(strategy, left) if left > 0 else None
+
+
+def _edited(spans: Sequence[Span]) -> BoolArray:
+    """Whether a span goes on in its predecessor's donor after a short stretch of other tokens."""
+    edited = np.zeros(len(spans), np.bool_)
+    for at in range(1, len(spans)):
+        before, span = spans[at - 1], spans[at]
+        gap = span.start - before.end
+        donor_gap = span.donor_start - (before.donor_start + before.length)
+        edited[at] = min(gap, donor_gap) >= 0 and 0 < max(gap, donor_gap) <= _EDIT
+    return edited
+
+
+def _levelled(least: IntArray, most: IntArray, budget: int) -> IntArray:
+    """`budget` in parts as equal as the bounds of each allow; all of `most` if that is less."""
+    if int(most.sum()) <= budget:
+        return most
+    level = 0
+    for step in 1 << np.arange(int(most.max()).bit_length())[::-1]:
+        if int(np.clip(level + step, least, most).sum()) <= budget:
+            level += int(step)
+    parts: IntArray = np.clip(level, least, most)
+    growing = np.flatnonzero((parts == level) & (parts < most))
+    parts[growing[: budget - int(parts.sum())]] += 1
+    return parts
+
+
+def _first(spans: Sequence[Span], heads: IntArray) -> IntArray:
+    """The first `heads[i]` positions of every span: int32, ascending."""
+    runs = [
+        np.arange(span.start, span.start + int(head), dtype=np.int32)
+        for span, head in zip(spans, heads, strict=True)
+    ]
+    return np.concatenate(runs)

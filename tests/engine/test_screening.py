@@ -1,0 +1,220 @@
+"""Tokens that fall out on the way through a model: who stays, what is written, what is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from kvweave.config import ModelConfig
+from kvweave.engine.attention import get_backend
+from kvweave.engine.batch import ForwardBatch, Screening
+from kvweave.engine.runner import ModelRunner
+from kvweave.fuzzy import refresh
+from kvweave.fuzzy.refresh import Stop, Strategy
+from kvweave.kv.tensors import KVTensors
+from kvweave.models import LoadedModel, load_model
+from tinymodels import TINY, VOCABULARY, save
+
+LENGTH = 60
+MOVED = slice(10, 50)
+SPACE = 64
+"""Slots per row; its page size is 1 and its pages lie backwards."""
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Deeper than other tiny models: several stops fit in."""
+    config = TINY["llama"]()
+    config.num_hidden_layers = LAYERS
+    folder = save(config, tmp_path_factory.mktemp("deep"))
+    return load_model(ModelConfig(model=str(folder), device="cpu"))
+
+
+@pytest.fixture(autouse=True)
+def strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that exist for these tests: one with several stops, one that also asks."""
+    stops = (Stop(1 / 3, 2.0), Stop(2 / 3))
+    monkeypatch.setitem(refresh.STRATEGIES, "stops", Strategy(stops=stops))
+    monkeypatch.setitem(refresh.STRATEGIES, "both", Strategy(question=0.5, stops=stops))
+
+
+class Lab:
+    """Rows whose KV is there, computed cold, and then spoiled a little where it is "moved"."""
+
+    def __init__(self, loaded: LoadedModel, rows: int = 1, backend: str = "cpu") -> None:
+        self.kv = KVTensors(loaded.layouts, rows * SPACE, 1)
+        self.runner = ModelRunner(loaded, self.kv, get_backend(backend, "cpu"))
+        rng = np.random.default_rng(5)
+        self.tokens = rng.integers(0, VOCABULARY - 5, (rows, LENGTH))
+        everything = np.arange(LENGTH)
+        self.cold = self.runner.forward(self.batch(dict.fromkeys(range(rows), everything)))
+        self.truth = [layer.clone() for layer in (*self.kv.keys, *self.kv.values)]
+        noise = torch.Generator().manual_seed(1)
+        for layer in (*self.kv.keys, *self.kv.values):
+            moved = self.slots(0, everything[MOVED])
+            shape = layer[moved].shape
+            strength = torch.linspace(0.02, 0.4, len(moved))[:, None, None]
+            layer[moved] += strength * torch.randn(shape, generator=noise)
+            layer[self.slots(0, np.r_[0:10, 50:60])] = 1e3  # not computed yet
+        self.spoiled = [layer.clone() for layer in (*self.kv.keys, *self.kv.values)]
+
+    @staticmethod
+    def slots(row: int, positions: np.ndarray) -> np.ndarray:
+        return (row + 1) * SPACE - 1 - positions
+
+    def batch(
+        self, work: dict[int, np.ndarray], screening: Screening | None = None
+    ) -> ForwardBatch:
+        at = list(work.values())
+        ends = np.cumsum([len(positions) for positions in at])
+        return ForwardBatch(
+            token_ids=np.concatenate([self.tokens[row][p] for row, p in work.items()]),
+            positions=np.concatenate(at).astype(np.int64),
+            slots=np.concatenate([self.slots(row, p) for row, p in work.items()]),
+            query_start=np.array([0, *ends], np.int32),
+            pages=np.concatenate([self.slots(row, np.arange(SPACE)) for row in work]).astype(
+                np.int32
+            ),
+            page_start=np.arange(len(work) + 1, dtype=np.int32) * SPACE,
+            page_size=1,
+            logits_at=ends - 1,
+            screening=screening,
+        )
+
+    def screened(self, strategy: str, budget: int) -> torch.Tensor:
+        """All of row 0, its moved tokens as candidates; its logits."""
+        candidates = np.zeros(LENGTH, np.bool_)
+        candidates[MOVED] = True
+        screening = Screening(
+            candidates, np.array([budget], np.int32), (strategy,), np.zeros_like(candidates)
+        )
+        logits = self.runner.forward(self.batch({0: np.arange(LENGTH)}, screening))[0]
+        self.chosen = set(np.flatnonzero(screening.chosen).tolist())
+        return logits
+
+    def written(self, layer: int) -> np.ndarray:
+        """Which positions of row 0 hold something else in this layer than when they were moved."""
+        slots = self.slots(0, np.arange(LENGTH))
+        changed = self.kv.keys[layer][slots] != self.spoiled[layer][slots]
+        return np.flatnonzero(changed.any(-1).any(-1).numpy())
+
+
+def close(logits: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((logits - other).norm() < 1e-4 * other.norm())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+@pytest.mark.parametrize("strategy", ["mix", "deviation", "question", "stops", "both"])
+def test_refreshing_everything_is_the_cold_answer(loaded, strategy, backend):
+    lab = Lab(loaded, backend=backend)
+    assert close(lab.screened(strategy, 40), lab.cold[0])
+    for now, then in zip((*lab.kv.keys, *lab.kv.values), lab.truth, strict=True):
+        at = lab.slots(0, np.arange(LENGTH))
+        torch.testing.assert_close(now[at], then[at], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["stops", "both"])
+def test_fewer_and_fewer_tokens_go_on_and_nothing_else_is_written(loaded, strategy):
+    lab = Lab(loaded)
+    lab.screened(strategy, 6)
+    fresh = set(np.r_[0:10, 50:60].tolist())
+    written = [set(lab.written(layer).tolist()) for layer in range(LAYERS)]
+    assert [len(some - fresh) for some in written] == [40, 40, 12, 12, 6, 6]
+    assert lab.chosen == written[-1] - fresh
+    assert all(fresh <= some for some in written)
+    assert all(later <= earlier for earlier, later in pairwise(written))
+
+
+def test_those_who_deviate_most_stay(loaded):
+    lab = Lab(loaded)
+    # Spoil six of them far more than the rest in the layers that are looked at.
+    worst = np.array([13, 20, 21, 33, 40, 48])
+    for layer in (*lab.kv.keys[:2], *lab.kv.values[:2]):
+        layer[lab.slots(0, worst)] += 3.0
+    lab.screened("deviation", 6)
+    left = set(lab.written(LAYERS - 1).tolist()) - set(np.r_[0:10, 50:60].tolist())
+    assert left == set(worst.tolist()) == lab.chosen
+
+
+def test_the_question_chooses_what_it_attends_to(loaded):
+    lab = Lab(loaded)
+    liked = np.array([12, 30, 47])
+    seen = {}
+
+    def attend(module, query, key, value, mask, **options):
+        if lab.runner._asked is not None:
+            seen.setdefault(module.layer_idx, query[0, :, -1])
+        return original(module, query, key, value, mask, **options)
+
+    original = lab.runner._attend
+    lab.runner._attend = attend
+    lab.screened("question", 3)  # once, to learn what it asks for
+    for layer, query in seen.items():
+        heads = lab.kv.layouts[layer].num_kv_heads
+        wanted = query.view(heads, -1, query.shape[-1]).mean(1)
+        lab.kv.keys[layer].copy_(lab.spoiled[layer])
+        lab.kv.keys[layer][lab.slots(0, liked)] = 50 * wanted
+    lab.spoiled = [layer.clone() for layer in (*lab.kv.keys, *lab.kv.values)]
+    lab.screened("question", 3)
+    left = set(lab.written(LAYERS - 1).tolist()) - set(np.r_[0:10, 50:60].tolist())
+    assert left == set(liked.tolist()) == lab.chosen
+    assert left == set(lab.written(0).tolist()) - set(np.r_[0:10, 50:60].tolist()), "at once"
+
+
+def test_a_chunk_without_the_question_prefers_seams(loaded):
+    lab = Lab(loaded)
+    candidates = np.zeros(45, np.bool_)
+    candidates[np.r_[10:20, 25:45]] = True
+    batch = lab.batch(
+        {0: np.arange(45)},
+        Screening(candidates, np.array([8], np.int32), ("question",), np.zeros_like(candidates)),
+    )
+    lab.runner.forward(replace(batch, logits_at=np.zeros(0, np.int64)))
+    left = set(lab.written(LAYERS - 1).tolist()) - set(np.r_[0:10, 20:25].tolist())
+    assert left == {10, 11, 12, 13, 25, 26, 27, 28}
+
+
+@pytest.mark.parametrize("strategy", ["mix", "both", "question"])
+def test_others_in_the_batch_do_not_notice(loaded, strategy):
+    lab = Lab(loaded, rows=3)
+    everything = np.arange(LENGTH)
+    candidates = np.zeros(2 * LENGTH + 1, np.bool_)
+    candidates[1 + MOVED.start : 1 + MOVED.stop] = True
+    screening = Screening(
+        candidates, np.array([0, 5, 0], np.int32), (None, strategy, None), np.zeros_like(candidates)
+    )
+    work = {1: everything[-1:], 0: everything, 2: everything}
+    logits = lab.runner.forward(lab.batch(work, screening))
+    assert close(logits[0], lab.cold[1])
+    assert close(logits[2], lab.cold[2])
+    alone = Lab(loaded, rows=3)
+    assert close(logits[1], alone.screened(strategy, 5))
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != "gpt2"])
+def test_tokens_may_drop_out_of_models_of_every_kind(name, tiny):
+    assert tiny(name).narrows
+    lab = Lab(tiny(name), rows=2)
+    everything = np.arange(LENGTH)
+    candidates = np.zeros(2 * LENGTH, np.bool_)
+    candidates[MOVED] = True
+    for budget in (7, 40):
+        screening = Screening(
+            candidates,
+            np.array([budget, 0], np.int32),
+            ("deviation", None),
+            np.zeros_like(candidates),
+        )
+        logits = lab.runner.forward(lab.batch({0: everything, 1: everything}, screening))
+        assert close(logits[1], lab.cold[1])
+    assert close(logits[0], lab.cold[0]), "all of them were computed"
+
+
+def test_a_model_that_needs_all_tokens_in_all_layers_is_told_apart(tiny):
+    """GPT-2's code gives its output the shape of its input; its KV cannot be moved either way."""
+    assert not tiny("gpt2").narrows

@@ -1,0 +1,102 @@
+"""What is chosen for refreshing before anything is computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.errors import IntegrityError
+from kvweave.fuzzy.refresh import STRATEGIES, choose
+from kvweave.prefix.plan import Plan, Screen, Span
+
+EDITED = (
+    Span(10, 100, "1", 20),
+    Span(115, 40, "1", 125),  # five tokens differ before it
+    Span(200, 300, "2", 7),  # other text
+)
+
+
+@st.composite
+def some_spans(draw: st.DrawFn) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    at = draw(st.integers(0, 9))
+    for _ in range(draw(st.integers(1, 5))):
+        length = draw(st.integers(1, 80))
+        spans.append(Span(at, length, "1", draw(st.integers(0, 300))))
+        at += length + draw(st.integers(0, 90))
+    return tuple(spans)
+
+
+@given(some_spans(), st.floats(0, 1), st.sampled_from(sorted(STRATEGIES)))
+def test_the_budget_is_kept_to_the_token(spans, share, strategy):
+    refresh, screen = choose(spans, share, strategy)
+    budget = round(share * sum(span.length for span in spans))
+    assert len(refresh) + (screen.budget if screen else 0) == budget
+    assert np.all(np.diff(refresh) > 0)
+    inside = {at for span in spans for at in range(span.start, span.end)}
+    assert set(refresh.tolist()) <= inside
+    plan = Plan(spans[-1].end + 1, 0, spans, refresh, screen)
+    assert plan.recomputed == budget
+    assert plan.served == len(inside) - budget
+
+
+@given(some_spans(), st.floats(0, 1))
+def test_seams_get_equal_heads_as_far_as_spans_reach(spans, share):
+    refresh, screen = choose(spans, share, "seams")
+    assert screen is None
+    heads = [int(np.sum((refresh >= s.start) & (refresh < s.end))) for s in spans]
+    for span, head in zip(spans, heads, strict=True):
+        assert np.isin(np.arange(span.start, span.start + head), refresh).all(), "not its head"
+    # Whoever is below the others is used up, or was given more only for standing behind an edit.
+    lowest = min((h for h, s in zip(heads, spans, strict=True) if h < s.length), default=None)
+    if lowest is not None:
+        assert max(heads) <= max(lowest + 1, 8)
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_whatever_the_strategy_what_follows_an_edit_comes_first(strategy):
+    refresh, screen = choose(EDITED, 4 / 440, strategy)
+    assert refresh.tolist() == [115, 116, 117, 118]
+    assert screen is None
+    refresh, screen = choose(EDITED, 0.1, strategy)
+    assert set(range(115, 123)) <= set(refresh.tolist())
+
+
+def test_other_text_between_two_spans_is_no_edit():
+    refresh, screen = choose((EDITED[0], EDITED[2]), 0.01, "mix")
+    assert (len(refresh), screen) == (0, Screen("mix", 4))
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_nothing_and_everything(strategy):
+    refresh, screen = choose(EDITED, 0.0, strategy)
+    assert (len(refresh), screen) == (0, None)
+    refresh, screen = choose(EDITED, 1.0, strategy)
+    plan = Plan(600, 0, EDITED, refresh, screen)
+    assert (plan.served, plan.recomputed) == (0, 440)
+
+
+def test_a_screened_plan_looks_at_everything_behind_the_exact_prefix():
+    plan = Plan(600, 8, EDITED, np.array([115, 116], np.int32), Screen("mix", 30))
+    assert plan.compute.tolist() == list(range(8, 600))
+    assert plan.candidates is not None
+    served = np.zeros(600, np.bool_)
+    for span in EDITED:
+        served[span.start : span.end] = True
+    served[[115, 116]] = False
+    assert np.array_equal(plan.candidates, served[8:])
+    assert (plan.recomputed, plan.served, plan.publishable) == (32, 408, 10)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 441])
+def test_a_screen_that_cannot_be_met_is_refused(budget):
+    with pytest.raises(IntegrityError):
+        Plan(600, 0, EDITED, screen=Screen("mix", budget))
+
+
+def test_a_depth_is_a_layer_of_any_model_and_never_the_first():
+    assert STRATEGIES["deviation"].stops_by_layer(30) == {1: 1.0}
+    assert list(STRATEGIES["mix"].stops_by_layer(30)) == [1, 4, 8, 14]
+    assert STRATEGIES["mix"].stops_by_layer(3) == {1: 1.0}, "all stops fall together"
