@@ -40,7 +40,8 @@ def make_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
 
     for name in MANUALS:
         _keep(folder, name, [{"title": name, "body": body(12_000), "facts": {}}])
-    _keep(folder, "banking", [{"title": "A", "body": body(600), "facts": {}}])
+    documents = [{"title": f"Card {at}", "body": body(600), "facts": {}} for at in range(12)]
+    _keep(folder, "banking", documents)
     countries = []
     for number in range(60):
         facts = {"capital": f"City{number}", "population": f"{number}000", "area": f"{number}7"}

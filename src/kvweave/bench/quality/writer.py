@@ -79,6 +79,8 @@ class Writer:
     def documents(self, count: int, length: int) -> list[tuple[str, IntArray]]:
         """Titles and first `length` tokens of so many of a bank's documents."""
         fitting = self._long_documents(length)
+        if len(fitting) < count:
+            raise KvweaveError(f"only {len(fitting)} documents have {length} tokens of this model")
         chosen = self.rng.choice(len(fitting), count, replace=False)
         return [fitting[int(at)] for at in chosen]
 
