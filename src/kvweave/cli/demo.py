@@ -88,7 +88,7 @@ async def _show(session: Session, console: Console, document: str) -> None:
 
 async def _ask(session: Session, text: str, namespace: str, most: int) -> _Timed:
     """Answer greedily in a cache of its own."""
-    from kvweave.server.protocol import ChatMessage  # here: it loads the server's parts
+    from kvweave.server.messages import ChatMessage  # here: it loads the server's parts
 
     if session.reader.tokenizer.chat_template is None:
         prompt = await session.reader.read(text)
