@@ -137,6 +137,17 @@ def test_a_donor_that_went_since_the_match_costs_the_span_only() -> None:
     assert server.cache.counts["gone"] == 1, "the mirror forgot what is gone"
 
 
+def test_a_look_up_is_void_once_something_else_can_be_found() -> None:
+    """What names a donor may name other text by then."""
+    server = _taught()
+    req = fake.Req("late", _prompt(OTHER, DOCUMENT, QUESTION, [9]))
+    assert server.match(req) > 0
+    server.run([7] * 20)
+    assert server.load(req) == 0
+    assert server.match(req) > 0
+    assert server.load(req) > 0
+
+
 def test_without_room_nothing_is_lent_and_nothing_leaks() -> None:
     server = _taught(slots=96)
     holder = fake.Req("holder", [500] * 8)

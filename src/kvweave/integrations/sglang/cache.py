@@ -129,7 +129,9 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         req = params.req
         found = self._found.get(req)
         nothing = 0, req.last_node
-        if found is None or (req.prefix_len, params.host_hit_length) != (found.exact, found.served):
+        if found is None or found.version != self.mirror.version:
+            return nothing  # its donors may have other names by now
+        if (req.prefix_len, params.host_hit_length) != (found.exact, found.served):
             return nothing
         slots = self._filled(found, namespace_of(req))
         if slots is None:

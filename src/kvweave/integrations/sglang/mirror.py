@@ -87,13 +87,13 @@ class Mirror:
         if known == len(tokens):
             tree.touch(place.node)
             return
+        self.version += 1
         node = tree.cut(place) if known else root
         tree.lock(node)
         pages = self._room((len(tokens) - known) // size)
         if len(pages):
             self._donors.publisher = rid
             node, _ = tree.extend(node, tokens[known : known + len(pages) * size], pages)
-            self.version += 1
         tree.touch(node)
         tree.unlock(node)
 
