@@ -86,7 +86,8 @@ def test_a_moved_document_is_lent_and_its_keys_are_as_fresh_ones(engine: Engine)
 
 
 def test_who_opts_out_is_computed(engine: Engine) -> None:
-    engine.answer(_prompt(RULES[0], 3, "Which halls?"))
+    for rule, number in zip(RULES, (3, 4), strict=True):
+        engine.answer(_prompt(rule, number, "Which halls?"))
     assert engine.answer(_prompt(RULES[1], 3, "What state?"))[1] > 100
     opted_out = {"custom_params": {"kvweave_fuzzy": False}}
     assert engine.answer(_prompt(RULES[1], 3, "Which state?"), **opted_out)[1] == 0
