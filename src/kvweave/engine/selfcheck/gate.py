@@ -92,6 +92,11 @@ def check_model(
     key = key_of(config, loaded, cases)
     measured = None if afresh else recall(key)
     if measured is None:
+        _log.info(
+            "the self-check measures what moved text does to %s, on a small pool of its own; this "
+            "takes up to a minute, and the next start will know the result",
+            loaded.name,
+        )
         measured = measure(cases, config, loaded, progress)
         remember(key, measured)
     return judge(loaded.name, measured, config)

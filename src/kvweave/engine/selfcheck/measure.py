@@ -119,5 +119,6 @@ class _Bench:
             for delta in self.engine.step():
                 if delta.error is not None:
                     raise KvweaveError(f"the self-check failed: {delta.error}")
-                moved = delta.usage.moved_tokens + delta.usage.refreshed_tokens
+                usage = delta.usage
+                moved = usage.moved_tokens + usage.paraphrase_tokens + usage.refreshed_tokens
         return moved
