@@ -26,7 +26,7 @@ ARGUMENTS = {
     "dtype": "float32",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
-    "mem_fraction_static": 0.1,
+    "mem_fraction_static": 0.3,
     "context_length": 2048,
     "max_total_tokens": 8192,
     "max_running_requests": 8,
