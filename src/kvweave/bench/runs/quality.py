@@ -16,8 +16,14 @@ from kvweave.bench.quality.summary import in_a_line, rows
 from kvweave.bench.quality.writer import Writer
 from kvweave.bench.report import Row, check_writable, describe_machine
 from kvweave.bench.setting import Setting
+from kvweave.fuzzy.refresh import STRATEGIES
 
-_ARMS = (Arm(COPY), *(Arm(name) for name in ABLATIONS))
+_ARMS = (
+    Arm(COPY),
+    *(Arm(name, 0.15) for name in STRATEGIES),
+    *(Arm("mix", budget) for budget in (0.05, 0.3)),
+    *(Arm(name) for name in ABLATIONS),
+)
 
 
 def measure(setting: Setting) -> list[Row]:
