@@ -8,6 +8,7 @@ import numpy.typing as npt
 from kvweave.bench.driver import Answer
 from kvweave.bench.workloads.oracle import shared_share
 from kvweave.kv.pool import IntArray
+from kvweave.prefix.plan import Tier
 
 
 class Donors:
@@ -34,9 +35,10 @@ class Donors:
         A span is checked against the tokens at the positions that it names in a donor: all tokens
         of a span have to be those of one donor.
         """
-        served = sum(span.length for span in answer.plan)
+        moved = [span for span in answer.plan if span.tier is Tier.MOVED]
+        served = sum(span.length for span in moved)
         right = 0
-        for span in answer.plan:
+        for span in moved:
             wanted = answer.prompt[span.start : span.end]
             right += max(
                 (_equal(wanted, donor[span.donor_start :]) for donor in self._known), default=0

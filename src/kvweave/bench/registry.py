@@ -21,6 +21,7 @@ _NAMES = (
     "unrelated",
     "heal",
     "paraphrase-gate",
+    "semantic",
     "quality",
 )
 

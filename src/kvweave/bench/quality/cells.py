@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvweave.bench.quality import control, decoys
+from kvweave.bench.quality import control, decoys, reworded
 from kvweave.bench.quality.writer import Asked, Case, Writer
 from kvweave.errors import KvweaveError
 from kvweave.kv.pool import IntArray
@@ -22,7 +22,7 @@ class Cell:
 
     `weight`: cases per --n. `answer`: most tokens of an answer. `lives`: caches are not emptied
     between cases, and earlier cases are the donors. `all_arms` is False where nothing is moved that
-    a refresh could improve; `rerun` where nothing is reused at all.
+    a refresh could improve; `rerun` where nothing is reused at all. `provider` nominates donors.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Cell:
     lives: bool = False
     all_arms: bool = True
     rerun: bool = False
+    provider: str = "spans"
 
 
 def moved(length: int) -> Callable[[Writer, int], Case]:
@@ -182,6 +183,12 @@ CELLS = (
         name="multi-turn",
         summary="a conversation goes on behind a longer system message",
         build=shifted_header,
+    ),
+    Cell(
+        name="paraphrase",
+        summary="a document in which one sentence says the same in other words",
+        build=reworded.reworded,
+        provider="semantic",
     ),
     Cell(
         name="repeat",

@@ -33,6 +33,11 @@ class Chat:
             parts += [content, after]
         return np.concatenate(parts)
 
+    def last_turn(self, *messages: tuple[str, IntArray]) -> int:
+        """The position in `prompt(*messages)` from which on its last message may have begun."""
+        before, after = self._frames[tuple(role for role, _ in messages)][-2:]
+        return len(self.prompt(*messages)) - len(after) - len(messages[-1][1]) - len(before)
+
     def _frame(self, roles: Sequence[str]) -> list[str]:
         """What stands before, between and after the contents: one more than there are roles."""
         marks = [f"content{number:04}mark" for number in range(len(roles))]

@@ -40,6 +40,8 @@ class Pair:
     warm_text: str
     reused: float
     """Share of the prompt that was served from what was computed for others, refreshed or not."""
+    paraphrased: float
+    """Share of the prompt that was served in other words."""
     refreshed: float
     fired: bool
     """Anything at all came from other positions."""
@@ -83,7 +85,10 @@ def compare(
     """
     slots = _slots(cell, cases)
     cold = Session(loaded, model, None, slots)
-    lanes = {arm: _Lane(Session(loaded, model, arm, slots), cell) for arm in arms_of(cell, arms)}
+    lanes = {
+        arm: _Lane(Session(loaded, model, arm, slots, cell.provider), cell)
+        for arm in arms_of(cell, arms)
+    }
     pairs: dict[Arm, list[Pair]] = {arm: [] for arm in lanes}
     for number, case in enumerate(cases):
         tapes = [cold.record(donor) for donor in case.donors]
@@ -107,7 +112,9 @@ class _Lane:
     def pair(self, number: int, case: Case, tapes: Sequence[Tape], reference: Served) -> Pair:
         """Serve a case's recipient and compare it with its cold answer."""
         self._prepare(case, tapes)
-        served = self.session.serve(case.recipient, self.cell.answer)
+        served = self.session.serve(
+            case.recipient, self.cell.answer, protected_from=case.protected_from
+        )
         answer, usage = served.answer, served.answer.usage
         identity = self.donors.identity(answer)
         self.donors.add(answer)
@@ -124,8 +131,14 @@ class _Lane:
             token_f1=token_f1(reference.text, served.text),
             cold_text=reference.text,
             warm_text=served.text,
-            reused=(usage.cached_tokens + usage.moved_tokens + usage.refreshed_tokens)
+            reused=(
+                usage.cached_tokens
+                + usage.moved_tokens
+                + usage.paraphrase_tokens
+                + usage.refreshed_tokens
+            )
             / usage.prompt_tokens,
+            paraphrased=usage.paraphrase_tokens / usage.prompt_tokens,
             refreshed=usage.refreshed_tokens / usage.prompt_tokens,
             fired=bool(answer.plan),
             identity=identity,
@@ -141,6 +154,7 @@ class _Lane:
         self.donors = Donors()
         for donor, tape in zip(case.donors, tapes, strict=True):
             self.donors.add(self.session.lend(donor, tape))
+        self.session.settle()
 
     def _followed(
         self, case: Case, tapes: Sequence[Tape], reference: Served, served: Served
@@ -159,7 +173,9 @@ class _Lane:
             common = next((at for at, (ours, theirs) in enumerate(both) if ours != theirs), 0)
             return tokens[: common + 1], served.trace.logits[: common + 1]
         self._prepare(case, tapes)
-        led = self.session.serve(case.recipient, len(tokens), dictated=tokens)
+        led = self.session.serve(
+            case.recipient, len(tokens), dictated=tokens, protected_from=case.protected_from
+        )
         return tokens, led.trace.logits
 
 

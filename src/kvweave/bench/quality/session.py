@@ -20,6 +20,7 @@ from kvweave.engine.probe import Probe, Trace
 from kvweave.engine.runner import ModelRunner
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
+from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.mover import TensorMover
 from kvweave.kv.pool import IntArray
 from kvweave.models import LoadedModel
@@ -34,11 +35,20 @@ class Served:
     text: str
 
 
+_PATIENCE = 60.0
+"""Seconds."""
+
+
 class Session:
     """An engine with a probe in front of its runner."""
 
     def __init__(
-        self, loaded: LoadedModel, model: ModelConfig, arm: Arm | None, slots: int
+        self,
+        loaded: LoadedModel,
+        model: ModelConfig,
+        arm: Arm | None,
+        slots: int,
+        provider: str = "spans",
     ) -> None:
         """Without an arm: the reference, which reuses nothing. `slots`: the pool's, in tokens."""
         backend = "none" if arm is None else arm.backend
@@ -47,7 +57,11 @@ class Session:
             cache=CacheConfig(prefix_cache_backend=backend, max_total_tokens=slots),
         )
         if arm is not None:
-            config = replace(config, fuzzy=arm.fuzzy, scheduler=arm.scheduler)
+            # Whoever compares meanings gets the time for it: this is about answers.
+            fuzzy = replace(
+                arm.fuzzy, fuzzy_provider=provider, fuzzy_semantic_budget_ms=_PATIENCE * 1e3
+            )
+            config = replace(config, fuzzy=fuzzy, scheduler=arm.scheduler)
         machinery = build_machinery(config, loaded, arm.mover if arm else TensorMover)
         assert isinstance(machinery.runner, ModelRunner)
         self.runner = machinery.runner
@@ -56,11 +70,17 @@ class Session:
         self._decode = loaded.tokenizer.decode
         self._ids = itertools.count()
 
-    def serve(self, prompt: IntArray, max_tokens: int, dictated: Sequence[int] = ()) -> Served:
+    def serve(
+        self,
+        prompt: IntArray,
+        max_tokens: int,
+        dictated: Sequence[int] = (),
+        protected_from: int | None = None,
+    ) -> Served:
         """Answer greedily, or as dictated. Raises KvweaveError if the engine gives up."""
         self.probe.begin(dictated)
         with nullcontext() if dictated else quiet_collector():  # what is dictated is not timed
-            answer = self._run(prompt, max_tokens)
+            answer = self._run(prompt, max_tokens, protected_from=protected_from)
         trace = self.probe.trace()
         return Served(answer, trace, self._decode(trace.tokens, skip_special_tokens=True))
 
@@ -89,13 +109,26 @@ class Session:
         finally:
             self.probe.runner = self.runner
 
-    def _run(self, prompt: IntArray, max_tokens: int, fuzzy: bool = True) -> Answer:
+    def settle(self) -> None:
+        """Wait until what was served is known as a donor in every way."""
+        cache = self.engine.cache
+        if isinstance(cache, FuzzyCache) and not cache.settle(_PATIENCE):
+            raise KvweaveError("the provider of reuse does not come to rest")
+
+    def _run(
+        self,
+        prompt: IntArray,
+        max_tokens: int,
+        fuzzy: bool = True,
+        protected_from: int | None = None,
+    ) -> Answer:
         answer = Answer(prompt)
         request = GenerateRequest(
             rid=f"quality-{next(self._ids)}",
             prompt_ids=tuple(prompt.tolist()),
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
             fuzzy=fuzzy,
+            protected_from=protected_from,
         )
         start = time.perf_counter()
         self.engine.add(request)

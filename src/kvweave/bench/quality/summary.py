@@ -40,6 +40,8 @@ def figures(cases: Sequence[Case], pairs: Sequence[Pair]) -> list[Figure]:
         mean("token_f1", lambda pair: pair.token_f1, "F of words"),
         *_facts(cases, pairs),
         mean("reused_share", lambda pair: pair.reused, "share of the prompt"),
+        mean("paraphrased_share", lambda pair: pair.paraphrased, "share of the prompt"),
+        Figure("paraphrased", _share(pair.paraphrased > 0 for pair in pairs), "share of prompts"),
         mean("refreshed_share", lambda pair: pair.refreshed, "share of the prompt"),
         Figure("fired", _share(pair.fired for pair in pairs), "share of prompts"),
     ]

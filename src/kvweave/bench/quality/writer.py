@@ -31,6 +31,8 @@ class Case:
     stated: str = ""
     gold: str | None = None
     decoy: str | None = None
+    protected_from: int | None = None
+    """Where the recipient's last turn begins, where that matters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

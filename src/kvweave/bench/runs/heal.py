@@ -43,7 +43,7 @@ def measure(setting: Setting) -> list[Row]:
     arms = {name: _Arm(setting, name == "on") for name in ("off", "on")}
     asyncio.run(_serve(setting, rounds, arms))
     off, on = arms["off"], arms["on"]
-    rows = [_p95_ratio(on.first, off.first, setting.seed)]
+    rows = [p95_ratio(on.first, off.first, setting.seed)]
     for name, arm in arms.items():
         rows += arm.rows(name, off)
     return rows
@@ -161,15 +161,15 @@ def _make_round(setting: Setting) -> _Round:
     return _Round([each.tokens for each in made], pauses.tolist())
 
 
-def _p95_ratio(on: Sequence[float], off: Sequence[float], seed: int) -> Row:
-    """The 95th percentile without healing by that with it; its interval from resampled pairs."""
+def p95_ratio(on: Sequence[float], off: Sequence[float], seed: int) -> Row:
+    """The 95th percentile of `off` by that of `on`; its interval from resampled pairs."""
     rng = np.random.default_rng(seed)
     chosen = rng.integers(len(on), size=(_RESAMPLES, len(on)))
     slow = [np.percentile(np.asarray(figures)[chosen], 95, axis=1) for figures in (off, on)]
     p5, p95 = np.percentile(slow[0] / slow[1], (5, 95))
     ratio = float(np.percentile(off, 95) / np.percentile(on, 95))
     return Row(
-        metric="first_token_p95_ratio",
+        metric="first_tokenp95_ratio",
         arm="on",
         value=ratio,
         unit="x",

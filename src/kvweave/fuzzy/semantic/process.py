@@ -25,7 +25,7 @@ import numpy as np
 from kvweave.fuzzy.semantic.embedders import Vectors, check_embedder, make_embedder
 
 _SHAPE = struct.Struct("<II")
-_NICENESS = 10
+_NICENESS = 5
 _MODEST = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "TOKENIZERS_PARALLELISM": "false",
@@ -100,7 +100,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     embedder = make_embedder(sys.argv[1])
-    if hasattr(os, "nice"):  # now that it has loaded, while the engine did
+    embedder.encode(["What loads late has loaded now."])
+    if hasattr(os, "nice"):  # not before: the engine loads at the same time
         os.nice(_NICENESS)
     for line in sys.stdin.buffer:
         vectors = np.ascontiguousarray(embedder.encode(json.loads(line)), np.float32)
