@@ -36,6 +36,7 @@ PAIR = Pair(
     cold_text="in Lima",
     warm_text="in Lima",
     reused=0.9,
+    paraphrased=0.0,
     refreshed=0.1,
     fired=True,
     identity=1.0,
