@@ -30,12 +30,14 @@ def browser():
 
 @pytest.fixture(scope="module")
 def url():
-    """A server with prompts: a donor, a moved one, a salted one, one that asked for exactness."""
+    """A server with prompts: a donor, a moved one, a salted one, an exact one, two evil ones."""
     with explored() as client:
         ask(client, f"Read: {DOCUMENT}")
         ask(client, f"You are a porter. {DOCUMENT} When does it leave? {EVIL}")
         ask(client, f"Another tenant reads: {DOCUMENT}", cache_salt="tenant")
         ask(client, f"Exactly: {DOCUMENT}", fuzzy=False, rid="<b>rid</b>")
+        ask(client, f"{EVIL} once", cache_salt="evil")
+        ask(client, f"Then {EVIL} twice", cache_salt="evil", fuzzy=False)
         yield str(client.base_url)
 
 
@@ -127,7 +129,7 @@ def test_the_tree_is_walked_by_keyboard(open_page, url):
     focused = "document.activeElement.getAttribute('aria-label')"
     page.locator("[role=treeitem][tabindex='0']").focus()
     page.keyboard.press("Home")
-    assert page.evaluate(focused) == "Prompts without a salt"
+    assert page.evaluate(focused).startswith("Prompts with")
     page.keyboard.press("ArrowRight")
     assert "tokens from 0 on" in page.evaluate(focused)
     detail = page.locator(".node-detail")
@@ -135,7 +137,7 @@ def test_the_tree_is_walked_by_keyboard(open_page, url):
     page.keyboard.press("End")
     assert page.locator("[aria-selected=true]").count() == 1
     page.keyboard.press("ArrowLeft")
-    assert page.evaluate(focused).startswith("Prompts with salt ")
+    assert page.evaluate(focused).startswith("Prompts with")
     page.locator("[role=treeitem].goes").first.click()
     assert "in the queue" in detail.inner_text()
     detail.get_by_role("link").first.click()
@@ -153,7 +155,7 @@ def test_a_backend_without_a_tree_says_so(open_page):
 
 def test_the_overview_draws_each_prompt_and_leads_to_it(open_page, url):
     page = open_page(url)
-    assert page.locator("circle.dot").count() == 4
+    assert page.locator("circle.dot").count() == 6
     shot(page, "overview")
     page.locator("circle.dot").nth(1).click()
     page.locator(".run.moved").wait_for()
@@ -236,11 +238,15 @@ def test_text_of_prompts_is_never_markup(open_page, url):
     page = open_page(url, "prompts/2")
     page.locator(".map").wait_for()
     assert EVIL in page.locator(".map").inner_text()
-    for view in ("prompts/4", "tree", "overview"):
+    for view in ("prompts/4", "prompts/6", "tree", "overview"):
         page.goto(f"{url}/explorer#/{view}")
+        page.locator("main h1, main h2").first.wait_for()
+        if view == "prompts/6":
+            page.get_by_role("button", name="Why not more?").click()
+            assert page.locator("blockquote").inner_text().startswith("<img")
         page.wait_for_timeout(150)
+        assert page.locator("main img, main script, main b:text-is('rid')").count() == 0
     assert page.evaluate("window.owned") is None
-    assert page.locator("main img, main script, main b:text-is('rid')").count() == 0
 
 
 def test_dark_and_light_follow_the_system_and_the_toggle(open_page, url):

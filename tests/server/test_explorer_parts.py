@@ -1,17 +1,20 @@
 """What the explorer is made of: runs of sources, the bounded history, shared text."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
-from kvweave.prefix.plan import Plan, Span, runs_of
+from kvweave.prefix.plan import Plan, Span, Tier, runs_of
 from kvweave.server.explorer.history import History, Record
 from kvweave.server.explorer.shared import SURE_TO_BE_FOUND, shared_runs
 from kvweave.server.explorer.sources import SOURCES, counts, source_runs
 from kvweave.server.explorer.texts import pieces
 from kvweave.server.explorer.timeline import SLICES, Timeline
+from kvweave.server.explorer.views import prompt_view
 from kvweave.server.metrics import Metrics
 from kvweave.server.token_texts import TokenTexts
 from kvweave.server.trace import Trace
@@ -175,3 +178,28 @@ def test_pieces_make_the_whole_text_and_never_half_a_character(text):
     assert len(found) == len(ids) == len(text.encode())
     broken = pieces(TokenTexts(tokenizer), ids[:-1])
     assert len(broken) == len(ids) - 1
+
+
+def test_a_paraphrase_is_shown_with_the_prompt_on_its_node_and_refreshed_tokens_with_theirs():
+    text = random_tokens(1, 60)
+    spans = (Span(4, 20, "8", 2, Tier.PARAPHRASE), Span(30, 20, "9", 10))
+    lent = replace(record(3, text, spans=spans), refreshed=((30, 5),))
+    donor = record(1, [*range(10), *text[30:50]])
+    blocks = prompt_view(lent, [donor], {"8": 2}, None)["blocks"]
+    told = [(b["source"], b["start"], b.get("donor"), b.get("donor_start")) for b in blocks]
+    assert told == [
+        ("fresh", 0, None, None),
+        ("paraphrase", 4, 2, 2),
+        ("fresh", 24, None, None),
+        ("refreshed", 30, 1, 10),
+        ("moved", 35, 1, 15),
+        ("fresh", 50, None, None),
+    ]
+
+
+def test_a_donor_that_was_healed_meanwhile_is_still_named():
+    text = random_tokens(1, 60)
+    approximate = record(1, [*range(10), *text], spans=(Span(2, 4, "1", 30),))
+    lent = record(2, [7, *text], spans=(Span(1, 50, "1", 10),))
+    [_, block, _] = prompt_view(lent, [approximate], {}, None)["blocks"]
+    assert block["donor"] == 1

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvweave.engine.engine import Engine
 
 MOST_NODES = 600
+PLACED_PROMPTS = 100
+"""Prompts whose path through the tree is looked up, the newest."""
 _LOOK_SECONDS = 20.0
 _REASONS_SHOWN = 5
 
@@ -116,7 +118,7 @@ async def _paraphrase_lenders(service: Service, history: History, record: Record
 
 
 async def _outline(service: Service, history: History) -> TreeOutline | None:
-    records = list(history)
+    records = list(history)[-PLACED_PROMPTS:]
 
     def outline(engine: Engine) -> TreeOutline | None:
         prompts = [view_of(engine, record, record.tokens) for record in records]
