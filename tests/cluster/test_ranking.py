@@ -15,8 +15,8 @@ def best(length: int = 400, weights: Weights = Weights(), **standings: Standing)
 
 
 def test_a_score_is_exact_plus_weighted_moved_less_load():
-    assert score(standing(200, 100, 30), 400, Weights(moved=0.5)) == 200 + 50 - 30
-    assert score(standing(200, 100, 30), 400, Weights(moved=0.0)) == 170
+    assert score(standing(200, 100, 40), 400, Weights(moved=0.5, load=0.25)) == 200 + 50 - 10
+    assert score(standing(200, 100, 40), 400, Weights(moved=0.0, load=1.0)) == 160
 
 
 def test_who_has_the_prefix_is_asked():
@@ -31,8 +31,8 @@ def test_moved_text_counts_for_less_than_the_same_text_in_place():
 
 
 def test_work_that_waits_outweighs_what_would_be_saved():
-    assert best(a=standing(exact=300, load=299, kept=9), b=standing()) == "a"
-    assert best(a=standing(exact=300, load=301), b=standing()) == "b"
+    assert best(a=standing(exact=300, load=1199, kept=9), b=standing()) == "a"
+    assert best(a=standing(exact=300, load=1201), b=standing()) == "b"
 
 
 def test_what_all_share_draws_nobody():

@@ -139,9 +139,10 @@ async def drive(behind: Behind, work: Workload, seed: int) -> tuple[Tally, Tally
     async def come_back(group: int) -> None:
         moved.add(await behind.ask(work.moved(group)))
 
-    order = np.random.default_rng(seed).permutation(GROUPS).tolist()
-    await asyncio.gather(*map(converse, order))
-    await asyncio.gather(*map(come_back, order))
+    random = np.random.default_rng(seed)
+    await asyncio.gather(*map(converse, random.permutation(GROUPS).tolist()))
+    # In another order: or whoever deals out in turn would be right, or wrong, each time.
+    await asyncio.gather(*map(come_back, random.permutation(GROUPS).tolist()))
     given = await behind.given()
     return turns, moved, min(given) / max(given)
 

@@ -15,11 +15,15 @@ _Replica = TypeVar("_Replica")
 class Weights:
     """`moved`: what a moved token is worth, an exact one being worth 1.
 
+    `load`: what a token of work that waits weighs against one that is saved. Below 1, since what
+    waits is over soon, and what is computed in a second place takes room there for long.
+
     `least_share`: overlap below this share of the prompt is ignored. A system prompt that all
     share would else draw every new conversation to where the first one went.
     """
 
     moved: float = 0.7
+    load: float = 0.25
     least_share: float = 0.25
 
 
@@ -35,9 +39,10 @@ class Standing:
 
 
 def score(standing: Standing, length: int, weights: Weights) -> float:
-    """Tokens that this replica saves, less those that stand in the way."""
+    """Tokens that this replica saves, less what stands in the way."""
     saved = standing.overlap.exact + weights.moved * standing.overlap.moved
-    return (saved if saved >= weights.least_share * length else 0.0) - standing.load
+    worth = saved if saved >= weights.least_share * length else 0.0
+    return worth - weights.load * standing.load
 
 
 def ranked(standings: Mapping[_Replica, Standing], length: int, weights: Weights) -> list[_Replica]:

@@ -48,9 +48,11 @@ def running_engines(
             handle = serve.run(engines(config, cluster, router), name=_NAME, route_prefix=None)
         except RuntimeError as error:  # Serve's word for replicas that do not come up
             raise UnsupportedModelError(f"the replicas do not start: {reason(error)}") from error
-        facts: Facts = handle.facts.remote().result()
-        yield RemoteEngine(handle, facts), facts
-        serve.delete(_NAME)
+        try:
+            facts: Facts = handle.facts.remote().result()
+            yield RemoteEngine(handle, facts), facts
+        finally:
+            serve.delete(_NAME)  # the cluster may go on without us
     finally:
         ray.shutdown()
 
