@@ -112,7 +112,10 @@ async def _paraphrase_lenders(service: Service, history: History, record: Record
     """Numbers of prompts by the nodes that they lie on: a paraphrase's donor has other tokens."""
     if all(span.tier is not Tier.PARAPHRASE for span in record.spans):
         return {}
-    outline = await _outline(service, history)
+    try:
+        outline = await _outline(service, history)
+    except RequestError:
+        return {}  # a map without these names is better than none
     nodes = outline.nodes if outline is not None else ()
     return {str(node.order): int(node.prompts[0]) for node in nodes if node.prompts}
 
