@@ -19,6 +19,7 @@ REFUSED = {
         It is safe with alcohol. | It is unsafe with alcohol.
         Nobody was hurt. | Somebody was hurt.
         I need not pay. | I must not pay.
+        Nobody needs to pay. | Nobody must pay.
         You don't need to pay. | You must not pay.
         I do not pay because of Bob. | Because of Bob, I do not pay.
         Neither of them came. | Both of them came.
@@ -53,6 +54,7 @@ REFUSED = {
         I owe her money. | She owes me money.
         My manager approved your leave. | Your manager approved my leave.
         Alice paid. She left. Carol came. | Alice paid. Carol came. She left.
+        While Al is in, Bob is out. Carol is ill. | While Al is in, Carol is ill. Bob is out.
         If A is true, B is false. C is here. | If A is true, C is here. B is false.
         Stay if it rains, leave if it snows. | Leave if it rains, stay if it snows.
         Open before 5, close after 9. | Open after 9, close before 5.
@@ -200,6 +202,7 @@ REFUSED = {
         You paid. | You paid?
         Can I pay by card? | Must I pay by card?
         How long do I have to pay? | How long must I pay?
+        Right. Pay Bob. | Pay Bob.
         Is it so? Right. Pay Bob. | Is it so? Pay Bob.
         Let me know if you need help. | Do you need help?
         Is it fine? OK. Pay Bob. | Is it fine? Pay Bob.
@@ -214,6 +217,8 @@ REFUSED = {
     "what is not understood": """
         \u6211\u6b20\u4f60 5 | \u4f60\u6b20\u6211 5
         Заплати Ивану | Заплати Марии
+        The name is \u4f60. The cat is here. | The cat is here. The name is \u4f60.
+        On Monday we say \u4f60 to it. | We say \u4f60 to it on Monday.
         Hello \u4f60\u597d | Hello \u4f60
         Ich zahle heute nicht | Ich zahle heute
         Wo ist der Hund und die Katze? | Wo ist die Katze und der Hund?
