@@ -95,6 +95,13 @@ def test_unrelated_prompts_are_not_served(run: Run) -> None:
     assert (ratio.n, ratio.baseline) == (3, "radix")
 
 
+def test_unrelated_prompts_are_never_compared_by_meaning(run: Run) -> None:
+    report = run("semantic")
+    assert values(report, "embedded")["on"] > 0
+    assert values(report, "compared") == {"on": 0}
+    assert values(report, "first_token_p95_ratio")["on"] > 0
+
+
 def test_healing_makes_exact_what_comes_again(run: Run) -> None:
     report = run("heal")
     assert values(report, "again_exact") == {"off": 0.0, "on": 1.0}

@@ -8,6 +8,7 @@ from serverkit import CONTEXT, TEMPLATE, toy_card, toy_tokenizer
 
 from kvweave.errors import RequestError
 from kvweave.server.prompts import PromptReader, _mentions
+from kvweave.server.protocol import ChatMessage
 from kvweave.server.token_texts import TokenTexts
 
 
@@ -85,3 +86,21 @@ def test_tokens_of_sentencepiece_keep_their_spaces_and_bytes():
     ]
     assert texts.width(0, shows_special=False) == 0
     assert texts.width(0, shows_special=True) == 3
+
+
+def test_a_conversation_tells_where_the_users_last_turn_begins(reader):
+    def read(*turns):
+        return asyncio.run(
+            reader.conversation([ChatMessage(role=role, content=text) for role, text in turns])
+        )
+
+    opening = [("system", "Be brief."), ("user", "One?"), ("assistant", "Two.")]
+    long = read(*opening, ("user", "Three?"))
+    other = read(*opening, ("user", "Something else altogether?"))
+    assert long.last_turn == other.last_turn > 20
+    assert long.ids[: long.last_turn] == other.ids[: long.last_turn]
+    assert reader.tokenizer.decode(long.ids[long.last_turn :]).count("Three?") == 1
+    assert "Two." not in reader.tokenizer.decode(long.ids[long.last_turn :])
+    # Whatever comes behind it is protected too; a first message is the whole prompt.
+    assert read(*opening, ("user", "Three?"), ("tool", "4")).last_turn == long.last_turn
+    assert read(("user", "One?")).last_turn == 0

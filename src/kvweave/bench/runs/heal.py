@@ -169,7 +169,7 @@ def p95_ratio(on: Sequence[float], off: Sequence[float], seed: int) -> Row:
     p5, p95 = np.percentile(slow[0] / slow[1], (5, 95))
     ratio = float(np.percentile(off, 95) / np.percentile(on, 95))
     return Row(
-        metric="first_tokenp95_ratio",
+        metric="first_token_p95_ratio",
         arm="on",
         value=ratio,
         unit="x",
