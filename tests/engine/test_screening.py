@@ -196,6 +196,28 @@ def test_others_in_the_batch_do_not_notice(loaded, strategy):
     assert close(logits[1], alone.screened(strategy, 5))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+@pytest.mark.parametrize("strategy", ["mix", "deviation", "question", "both"])
+def test_a_chunk_of_which_nothing_is_to_be_computed_again(loaded, strategy, backend):
+    """As a small share makes of a chunk that lies within a span."""
+    lab = Lab(loaded, rows=2, backend=backend)
+    inside = np.arange(20, 30)
+    candidates = np.ones(10, np.bool_)
+    alone = Screening(candidates, np.array([0], np.int32), (strategy,), np.zeros(10, np.bool_))
+    lab.runner.forward(replace(lab.batch({0: inside}, alone), logits_at=np.zeros(0, np.int64)))
+    assert not alone.chosen.any()
+    beside = Screening(
+        np.r_[candidates, [False]],
+        np.array([0, 0], np.int32),
+        (strategy, None),
+        np.zeros(11, np.bool_),
+    )
+    batch = lab.batch({0: inside, 1: np.array([LENGTH - 1])}, beside)
+    logits = lab.runner.forward(replace(batch, logits_at=np.array([10])))
+    assert close(logits[0], lab.cold[1])
+    assert not beside.chosen.any()
+
+
 @pytest.mark.parametrize("name", [name for name in TINY if name != "gpt2"])
 def test_tokens_may_drop_out_of_models_of_every_kind(name, tiny):
     assert tiny(name).narrows

@@ -114,6 +114,7 @@ class Screener:
             begin, end = batch.query_start[row : row + 2]
             self._fixed[begin : begin + np.argmax(screening.candidates[begin:end])] = False
         self._chosen = screening.chosen
+        self.kept = torch.arange(batch.tokens)
         self.kept = self._alive()
         """Tokens that go on, int64, ascending."""
 
@@ -151,6 +152,8 @@ class Screener:
                 # Later stops thin out what this is, but it is what the budget was spent on.
                 row.settled = True
                 self._chosen[row.at] = True
+        if not alive.any():  # a chunk inside a span: layers want something to compute
+            alive[self.kept[0]] = True
         return torch.from_numpy(np.flatnonzero(alive))
 
 
