@@ -133,7 +133,7 @@ class Desk:
                 self._changed.wait(self._quiet / 4 if self._errands else self._quiet * 4)
             if self._closed:
                 return False
-            urgent = [self._urgent.popleft() for _ in range(min(_BATCH, len(self._urgent)))]
+            urgent = self._take_urgent()
             errand = None
             if not urgent and self._may_run_errands():
                 errand = self._errands.popleft()
@@ -150,12 +150,17 @@ class Desk:
         return True
 
     def _may_run_errands(self) -> bool:
-        if not self._errands or self.dead:
-            return False
+        return bool(self._errands) and not self.dead and self._idle(self._errands[0][0])
+
+    def _idle(self, queued: float) -> bool:
+        """Whether what was queued then may be done now."""
         now = self._clock()
         if now - self._seen >= self._quiet:
             return True
-        return now - self._errands[0][0] >= _PATIENCE and now >= self._rest_until
+        return now - queued >= _PATIENCE and now >= self._rest_until
+
+    def _take_urgent(self) -> list[tuple[str, Future[Vectors]]]:
+        return [self._urgent.popleft() for _ in range(min(_BATCH, len(self._urgent)))]
 
     def _serve(self, urgent: list[tuple[str, Future[Vectors]]]) -> None:
         found = self._encode([text for text, _ in urgent])
@@ -171,17 +176,35 @@ class Desk:
                     self._known.popitem(last=False)
 
     def _run(self, waiting: tuple[float, Errand, Delivery]) -> None:
-        _, errand, deliver = waiting
-        began = self._clock()
+        queued, errand, deliver = waiting
         try:
             texts = errand()
-            parts = [self._encode(texts[at : at + _BATCH]) for at in range(0, len(texts), _BATCH)]
-            whole = [part for part in parts if part is not None]
-            if whole and len(whole) == len(parts):
+            whole = []
+            for text in texts:
+                # One by one, so that a prompt which comes meanwhile meets a few milliseconds of it.
+                self._pause(queued)
+                began = self._clock()
+                part = self._encode([text])
+                self._rest_until = self._clock() + (self._clock() - began) / _BUSY_SHARE
+                if part is None:
+                    return
+                whole.append(part)
+            if whole:
                 deliver(np.concatenate(whole))
         except Exception:
             _log.exception("what was to be embedded could not be prepared")
-        self._rest_until = self._clock() + (self._clock() - began) / _BUSY_SHARE
+
+    def _pause(self, queued: float) -> None:
+        """Until the engine is idle again; who cannot wait is served meanwhile."""
+        while True:
+            with self._changed:
+                urgent = self._take_urgent()
+                if not urgent:
+                    if self._closed or self._idle(queued):
+                        return
+                    self._changed.wait(self._quiet / 4)
+            if urgent:
+                self._serve(urgent)
 
     def _encode(self, texts: Sequence[str]) -> Vectors | None:
         try:
