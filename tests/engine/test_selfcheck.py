@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.selfcheck import gate, store
-from kvweave.engine.selfcheck.cases import KINDS, build_cases
+from kvweave.engine.selfcheck.cases import KINDS, Case, build_cases
 from kvweave.engine.selfcheck.gate import check_model, guarded, judge
 from kvweave.engine.selfcheck.measure import Measured, measure
 from kvweave.errors import UnsupportedModelError
@@ -54,6 +55,11 @@ def model(tiny: Callable[[str], LoadedModel]) -> LoadedModel:
 # What is measured, on the language model itself.
 
 
+def short(case: Case) -> Case:
+    """For tiny models, whose context is small."""
+    return replace(case, donor=case.donor[:40], recipient=case.recipient[:40])
+
+
 def first_cases(model: LoadedModel) -> list[Measured]:
     return measure(build_cases(model.tokenizer)[: 2 * len(KINDS)], config_of(), model)
 
@@ -84,6 +90,16 @@ def test_keys_turned_by_a_wrong_theta_are_caught(packaged: LoadedModel) -> None:
     check = judge("it", first_cases(broken), config_of())
     assert not check.passed
     assert "--fuzzy-self-check-max-kl allows 0.1" in check.sentence
+
+
+def test_nothing_of_it_is_published_and_the_addresses_stay_free(model: LoadedModel) -> None:
+    events = json.dumps({"endpoint": "tcp://127.0.0.1:0", "bind": True})
+    config = config_of()
+    config = replace(config, cache=replace(config.cache, kv_events_config=events))
+    with patch("kvweave.engine.building.open_sink") as opened:
+        measured = measure([short(case) for case in build_cases(model.tokenizer)[:1]], config, model)
+    assert len(measured) == 1
+    opened.assert_not_called()
 
 
 def test_near_duplicates_differ_in_the_fact_and_everything_moves(model: LoadedModel) -> None:
@@ -183,11 +199,7 @@ def test_keys_that_cannot_be_moved_are_refused_as_before(
     tiny: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("gpt2")
-    short = [
-        replace(case, donor=case.donor[:40], recipient=case.recipient[:40])
-        for case in build_cases(model.tokenizer)
-    ]
-    monkeypatch.setattr(gate, "build_cases", lambda _: short)
+    monkeypatch.setattr(gate, "build_cases", lambda _: [*map(short, build_cases(model.tokenizer))])
     with pytest.raises(UnsupportedModelError, match="its keys cannot be moved"):
         guarded(config_of(), model)
 
