@@ -226,6 +226,7 @@ def test_random_lives_over_overlapping_text_answer_right(seed):
 def test_a_share_of_what_is_moved_is_computed_again(strategy, chunk):
     world = fuzzy_world_refreshing(0.25, strategy, chunked_prefill_size=chunk)
     world.run(request("donor", wrapped(1, DOCUMENT)))
+    before = world.engine.snapshot().prefill_tokens
     budgets = []
     world.runner.before = lambda batch: budgets.append(
         0 if batch.screening is None else int(batch.screening.budget.sum())
@@ -239,6 +240,10 @@ def test_a_share_of_what_is_moved_is_computed_again(strategy, chunk):
     assert usage.moved_tokens == served - usage.refreshed_tokens
     # However the prompt is cut into chunks, what they may choose adds up.
     assert sum(budgets) == (0 if strategy == "seams" else usage.refreshed_tokens)
+    # Nor does anyone count a token twice.
+    now = world.engine.snapshot()
+    assert now.hit_tokens["moved"] == usage.moved_tokens
+    assert now.prefill_tokens - before == len(tokens) - usage.moved_tokens
     world.assert_idle()
 
 

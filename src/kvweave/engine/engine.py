@@ -207,7 +207,8 @@ class Engine:
         self._failures = 0
         for row, (part, outcome) in enumerate(zip(wanted, outcomes, strict=True)):
             try:
-                part.row.sequence.refreshed.append(batch.chosen(row))
+                if batch.screening is not None:
+                    part.row.sequence.refreshed.append(batch.chosen(row))
                 self._advance(part, outcome)
             except Exception as error:
                 self._fail(part.row.sequence, error)

@@ -92,8 +92,9 @@ class Reporter:
         if not step.rows:
             return
         counters.steps += 1
-        new_tokens = sum(row.count for row in step.rows if row.prefill)
-        if new_tokens:
+        prefills = [row for row in step.rows if row.prefill]
+        if prefills:
+            new_tokens = sum(row.sequence.computed(row.count) for row in prefills)
             counters.prefill_steps += 1
             counters.prefill_tokens += new_tokens
             self._log_prefill(step.admitted, new_tokens)

@@ -212,6 +212,12 @@ class Sequence:
         total, budget = int(np.count_nonzero(plan.candidates)), plan.screen.budget
         return mine, after * budget // total - before * budget // total
 
+    def computed(self, count: int) -> int:
+        """How many of the next `count` positions are computed to the end: not those that drop out.
+        """
+        mine, chosen = self.candidates(count)
+        return count if mine is None else count - int(np.count_nonzero(mine)) + chosen
+
     def last_position(self, count: int) -> int:
         """The highest of the next `count` positions."""
         plan = self.plan

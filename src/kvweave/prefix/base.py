@@ -260,8 +260,8 @@ class PrefixCache(ABC):
         counters.query_tokens += plan.length
         hits = counters.hit_tokens
         hits["exact"] = hits.get("exact", 0) + plan.exact
-        for span in plan.spans:
-            hits[span.tier.value] = hits.get(span.tier.value, 0) + span.length
+        for tier in {span.tier for span in plan.spans}:
+            hits[tier.value] = hits.get(tier.value, 0) + plan.served_by(tier)
 
     def stats(self) -> CacheStats:
         """Counters and gauges, as of now."""
