@@ -4,10 +4,12 @@ import asyncio
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from serverkit import CONTEXT, TEMPLATE, toy_card, toy_tokenizer
 
 from kvweave.errors import RequestError
-from kvweave.server.prompts import PromptReader, _mentions
+from kvweave.server.prompts import PromptReader, _common, _mentions
 from kvweave.server.protocol import ChatMessage
 from kvweave.server.token_texts import TokenTexts
 
@@ -86,6 +88,14 @@ def test_tokens_of_sentencepiece_keep_their_spaces_and_bytes():
     ]
     assert texts.width(0, shows_special=False) == 0
     assert texts.width(0, shows_special=True) == 3
+
+
+@given(st.text("ab", max_size=9), st.text("ab", max_size=9), st.text("ab", max_size=9))
+def test_the_common_beginning_of_two_texts(both, one, other):
+    first, second = both + one, both + other
+    same = _common(first, second)
+    assert first[:same] == second[:same]
+    assert first[same : same + 1] != second[same : same + 1] or first == second
 
 
 def test_a_conversation_tells_where_the_users_last_turn_begins(reader):

@@ -96,8 +96,7 @@ class PromptReader:
             before = self.render(messages[:last], tools, options, answering=False)
         except RequestError:  # not every template takes every beginning
             return 0
-        pairs = enumerate(zip(text, before, strict=False))
-        return next((at for at, (a, b) in pairs if a != b), min(len(text), len(before)))
+        return _common(text, before)
 
     async def encode(
         self, text: str, *, param: str, add_special_tokens: bool = True
@@ -175,6 +174,18 @@ class PromptReader:
                 f"the model's chat template refuses these messages: {reason}", param="messages"
             ) from failure
         return text
+
+
+def _common(text: str, other: str) -> int:
+    """The length of the common beginning: halves are compared whole, since texts may be long."""
+    same, different = 0, min(len(text), len(other)) + 1
+    while different - same > 1:
+        half = (same + different) // 2
+        if text[same:half] == other[same:half]:
+            same = half
+        else:
+            different = half
+    return same
 
 
 def _mentions(template: Any, name: str) -> bool:
