@@ -213,7 +213,7 @@ class Sequence:
         return mine, after * budget // total - before * budget // total
 
     def computed(self, count: int) -> int:
-        """How many of the next `count` positions are computed to the end: not those that drop out."""
+        """How many of the next `count` positions go through all layers and do not drop out."""
         mine, chosen = self.candidates(count)
         return count if mine is None else count - int(np.count_nonzero(mine)) + chosen
 
