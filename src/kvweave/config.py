@@ -212,6 +212,9 @@ class ServerConfig:
     log_level: str = _flag(
         "info", "How much is logged.", choices=("debug", "info", "warning", "error")
     )
+    log_format: str = _flag(
+        "text", "Log lines for people, or JSON objects, one a line.", choices=("text", "json")
+    )
 
     @property
     def open(self) -> bool:

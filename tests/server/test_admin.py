@@ -1,19 +1,25 @@
 """Health, facts, metrics, tokenizing, flushing, aborting, and the log."""
 
+import json
 import logging
+import sys
 import threading
+import time
+from dataclasses import fields
 
 import pytest
+import transformers
 from serverkit import eventually, toy_card
 from starlette.testclient import TestClient
 
 import kvweave
-from kvweave.config import ServerConfig
+from kvweave.config import EngineConfig, ServerConfig
 from kvweave.engine.selfcheck.gate import SelfCheck
 from kvweave.engine.selfcheck.measure import Measured
 from kvweave.engine.types import Usage
 from kvweave.errors import EngineDeadError
 from kvweave.server.app import build_app
+from kvweave.server.logs import JsonFormatter
 
 ANYTHING = {"json": {"prompt": "x", "max_tokens": 2}}
 
@@ -82,6 +88,19 @@ def test_facts_for_routers(client):
         assert info["model"] is None, "SGLang's router wants a text here, or nothing"
         assert info["api_key"] is False
         assert info["fuzzy_self_check_result"] is None
+        assert info["versions"]["transformers"] == transformers.__version__
+        assert 0 < info["started"] <= time.time()
+
+
+def test_every_flag_is_told_in_force_and_the_key_never(engine):
+    config = ServerConfig(api_key="open sesame", log_format="json")
+    app = build_app(engine, toy_card(engine.tokenizer), config)
+    asked = TestClient(app).get("/server_info", headers={"Authorization": "Bearer open sesame"})
+    info = asked.json()
+    groups = (*(getattr(EngineConfig(), group.name) for group in fields(EngineConfig)), config)
+    assert {item.name for group in groups for item in fields(group)} <= set(info)
+    assert (info["api_key"], info["log_format"]) == (True, "json")
+    assert "sesame" not in asked.text
 
 
 def test_what_the_self_check_found_is_told(engine):
@@ -211,3 +230,38 @@ def test_the_log_has_numbers_and_never_text(server, client, engine, caplog):
     assert float(words["first_token_ms"]) <= float(words["total_ms"])
     assert "secret" not in caplog.text
     assert "quick" not in caplog.text
+
+
+def test_in_json_every_line_is_an_object_that_names_its_request(server, client, engine, caplog):
+    server.app.state.service.config = ServerConfig(log_requests=True)
+    caplog.set_level(logging.INFO)
+    engine.error_after = 2
+    caplog.handler.setFormatter(JsonFormatter())  # in the task that logs, where the rid is known
+    body = {"prompt": "x", "max_tokens": 4, "rid": "mine", "stream": True}
+    client.post("/v1/completions", json=body)
+    server.app.state.service.config = server.config
+    lines = [json.loads(line) for line in caplog.handler.stream.getvalue().splitlines()]
+    access, ended, failed = (line for line in lines if line.get("rid") == "mine")
+    assert access["logger"] == "uvicorn.access"
+    assert ended["message"] == "request ended"
+    assert (ended["outcome"], ended["prompt_tokens"]) == ("error", 1)
+    assert ended["total_ms"] > 0
+    assert failed["level"] == "warning"
+    assert "step broke" in failed["message"]
+
+
+def test_a_line_of_json_holds_whatever_was_logged():
+    try:
+        raise ValueError("two\nlines \ud800")
+    except ValueError:
+        record = logging.LogRecord(
+            "uvicorn.error", logging.ERROR, "f", 1, "%s %d", ("said", 3), sys.exc_info()
+        )
+    record.rid = "r1"
+    line = JsonFormatter().format(record)
+    assert "\n" not in line.encode().decode()
+    shown = json.loads(line)
+    assert (shown["level"], shown["logger"], shown["rid"]) == ("error", "uvicorn.error", "r1")
+    assert shown["message"] == "said 3"
+    assert "ValueError: two\nlines" in shown["exception"]
+    assert shown["time"].endswith("Z")

@@ -1,6 +1,8 @@
 """Taking an address, draining on the way out, cutting short what outlasts the drain."""
 
+import asyncio
 import json
+import signal
 import threading
 import time
 
@@ -9,6 +11,7 @@ from serverkit import FakeEngine, RunningServer, eventually
 
 from kvweave.config import ServerConfig
 from kvweave.errors import ConfigError
+from kvweave.server import app as server_app
 from kvweave.server.run import bind, url_of
 
 
@@ -69,3 +72,34 @@ def test_what_outlasts_the_drain_is_ended_properly():
     reading.join(10)
     assert lines[-1] == "data: [DONE]"
     assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_second_signal_ends_the_drain_properly_and_a_third_does_not_wait():
+    engine = FakeEngine()
+    engine.step_seconds = 0.02
+    lines = []
+    with RunningServer(engine, ServerConfig(port=0, drain_seconds=600)) as server:
+        reading = stream_in_thread(server, lines, prompt="x", max_tokens=2000)
+        assert eventually(lambda: "decode" in engine.phases.values())
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert eventually(lambda: not server.server.servers[0].is_serving())
+        time.sleep(0.2)
+        assert "decode" in engine.phases.values(), "one signal waits for the answer"
+        server.server.handle_exit(signal.SIGTERM, None)
+        reading.join(20)
+        assert not server.server.force_exit
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert server.server.force_exit
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "abort"
+
+
+def test_an_engine_that_hangs_does_not_keep_the_server(monkeypatch, caplog):
+    class Hanging(FakeEngine):
+        async def stop(self, drain_seconds=0.0):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(server_app, "_STOP_SECONDS", 0.05)
+    with RunningServer(Hanging(), ServerConfig(port=0)):
+        pass
+    assert "the engine did not stop within 0.05 seconds" in caplog.text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -24,14 +26,13 @@ log = logging.getLogger("kvweave.server")
 @takes_settings(engine=EngineConfig, server=ServerConfig, cluster=ClusterConfig)
 def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> None:
     """Serve a model over an OpenAI-compatible API."""
-    logging.basicConfig(
-        level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    from kvweave.server.logs import configure_logging
     from kvweave.server.run import bind
 
+    configure_logging(server.log_level, server.log_format)
     listening = bind(server)  # before the model is loaded, which takes a while
     run_engines = _one_engine(engine) if cluster.replicas == 1 else _replicas(engine, cluster)
-    with run_engines as (answering, facts):
+    with _leaving_on_sigterm(), run_engines as (answering, facts):
         from kvweave.server.app import build_app
         from kvweave.server.run import serve as run
 
@@ -51,6 +52,20 @@ def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) ->
             )
 
         run(app, server, listening, on_ready=ready)
+
+
+@contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """Who is told to stop unwinds and succeeds, also while loading, and after the drain.
+
+    By default the process would die where it is, and replicas in a cluster would stay; in a
+    container, where it is the first process, it would not even die.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from kvweave.errors import EngineDeadError, RequestError
 logger = logging.getLogger("kvweave.engine")
 
 _LOOK_AGAIN = 0.02
-"""Seconds between two looks at whether the engine is idle."""
+"""Seconds between two looks at whether the engine is idle, or has stopped."""
 
 _T = TypeVar("_T")
 _Errand: TypeAlias = tuple[Callable[[], Any], "Future[Any]"]
@@ -84,8 +84,8 @@ class AsyncEngine:
             self.abort(stream.rid)
         self._stopping = True
         self._wake.set()
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+        while self._thread.is_alive():  # not joined, so that who loses patience can go
+            await asyncio.sleep(_LOOK_AGAIN)
 
     def generate(self, request: GenerateRequest) -> AnswerStream:
         """Deltas of all answers to the request, queued at once; closing the stream aborts them.

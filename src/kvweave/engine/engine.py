@@ -252,7 +252,7 @@ class Engine:
     def _fail(self, sequence: Sequence, error: Exception, logged: bool = False) -> None:
         if not logged:
             rid = sequence.group.request.rid
-            logger.error("request %s failed", rid, exc_info=error)
+            logger.error("request %s failed", rid, exc_info=error, extra={"rid": rid})
         reason = str(error) if isinstance(error, KvweaveError) else f"internal error: {error!r}"
         self._close(sequence, self._answers[sequence].end("error", reason))
 

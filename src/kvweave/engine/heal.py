@@ -133,7 +133,12 @@ class Healer:
         except ForwardInterruptedError:
             pass  # the chunk is lost, and computed again after those who interrupted
         except Exception as error:
-            logger.error("healing the prompt of %s failed", prompt.rid, exc_info=error)
+            logger.error(
+                "healing the prompt of %s failed",
+                prompt.rid,
+                exc_info=error,
+                extra={"rid": prompt.rid},
+            )
             self._drop(prompt)
         return True
 

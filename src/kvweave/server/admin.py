@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import platform
+import time
 import uuid
 from contextlib import aclosing
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from kvweave.engine.selfcheck.gate import SelfCheck
 
 _PROBE_SECONDS = 20.0
+_PACKAGES = ("torch", "transformers", "fastapi", "uvicorn")
+"""Whose versions matter when something behaves otherwise than elsewhere."""
 
 
 def admin_router(
@@ -33,6 +38,7 @@ def admin_router(
     router = APIRouter()
     card, engine = service.card, service.engine
     events = EventsConfig.wanted(engine_config.cache.kv_events_config)
+    versions, started = _versions(), int(time.time())
 
     @router.get("/health")
     async def health() -> Response:
@@ -69,6 +75,8 @@ def admin_router(
             **_settings(service, engine_config),
             **card.facts(),
             "version": kvweave.__version__,
+            "versions": versions,
+            "started": started,
             "max_total_tokens": now.total_tokens,
             "dp_size": 1,
             "fuzzy_self_check_result": None if self_check is None else self_check.facts(),
@@ -134,6 +142,14 @@ async def _probe(service: Service) -> Response:
 
 def _dead() -> Response:
     return error_response("the engine has stopped", status=503, code="engine_dead")
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "kvweave": kvweave.__version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in _PACKAGES},
+    }
 
 
 def _settings(service: Service, engine_config: EngineConfig) -> dict[str, Any]:

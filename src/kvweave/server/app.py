@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -22,6 +24,11 @@ from kvweave.server.tokenization import tokenization_router
 
 if TYPE_CHECKING:
     from kvweave.engine.selfcheck.gate import SelfCheck
+
+log = logging.getLogger("kvweave.server")
+
+_STOP_SECONDS = 10.0
+"""For an engine to end its step; one that hangs in it is left behind."""
 
 
 def build_app(
@@ -45,7 +52,7 @@ def build_app(
         try:
             yield
         finally:
-            await engine.stop()
+            await _stop(engine)
 
     app = FastAPI(
         title="kvweave",
@@ -68,3 +75,10 @@ def build_app(
     if config.api_key is not None:
         app.add_middleware(ApiKeyGate, api_key=config.api_key)
     return app
+
+
+async def _stop(engine: ServingEngine) -> None:
+    try:
+        await asyncio.wait_for(engine.stop(), _STOP_SECONDS)
+    except asyncio.TimeoutError:
+        log.error("the engine did not stop within %g seconds and is left behind", _STOP_SECONDS)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.errors import EngineDeadError, KvweaveError, OverloadedError, RequestError
+from kvweave.server.logs import current_rid
 
 log = logging.getLogger("kvweave.server")
 
@@ -85,6 +86,7 @@ class LastResort:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
+        current_rid.set(None)  # a connection's next request may be read in its last one's task
 
         async def watched(message: Message) -> None:
             nonlocal started

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,6 +17,8 @@ from kvweave.server.service import Service
 
 _LAST_WORDS_SECONDS = 5.0
 """For aborted answers to reach their clients, after the drain's deadline."""
+_LOOK_AGAIN = 0.05
+"""Seconds between two looks at whether a second signal came."""
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -46,7 +49,10 @@ def serve(
     *,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what runs, within the drain's deadline."""
+    """Serve until SIGTERM or SIGINT, then finish what runs, within the drain's deadline.
+
+    A second signal ends the drain at once, a third does not wait for anyone.
+    """
     DrainingServer(app, config, on_ready).run(sockets=[listening])
 
 
@@ -70,6 +76,15 @@ class DrainingServer(uvicorn.Server):
         self._service: Service = app.state.service
         self._drain_seconds = config.drain_seconds
         self._on_ready = on_ready
+        self._hurry = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif not self._hurry:
+            self._hurry = True  # seen by the drain, between two events of the loop
+        else:
+            self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -77,7 +92,7 @@ class DrainingServer(uvicorn.Server):
             self._on_ready(url_of(sockets[0]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        deadline = asyncio.create_task(self._abort_late())
+        deadline = asyncio.create_task(self._end_drain())
         try:
             await super().shutdown(sockets)
         finally:
@@ -85,6 +100,10 @@ class DrainingServer(uvicorn.Server):
             with contextlib.suppress(asyncio.CancelledError):
                 await deadline
 
-    async def _abort_late(self) -> None:
-        await asyncio.sleep(self._drain_seconds)
+    async def _end_drain(self) -> None:
+        """Abort what runs when its time is over."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._drain_seconds
+        while not self._hurry and clock() < deadline:
+            await asyncio.sleep(min(_LOOK_AGAIN, max(deadline - clock(), 0.0)))
         self._service.live.abort()

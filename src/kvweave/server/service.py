@@ -11,6 +11,7 @@ from kvweave.engine.types import EngineSnapshot, GenerateRequest, SamplingParams
 from kvweave.server.answers import Envelope, Format, PlainWriter, StreamWriter
 from kvweave.server.explorer.history import History
 from kvweave.server.generation import DeltaSource, Generation, LiveGenerations
+from kvweave.server.logs import current_rid
 from kvweave.server.metrics import Metrics
 from kvweave.server.model_card import ModelCard
 from kvweave.server.prompts import PromptReader
@@ -87,6 +88,7 @@ class Service:
     ) -> GenerationResponse:
         """The response that will run `prompts` and write them in `form`; `order` is only told."""
         rid = body.rid or uuid.uuid4().hex
+        current_rid.set(rid)  # until this HTTP request's task ends
         requests = [
             GenerateRequest(
                 rid=rid if len(prompts) == 1 else f"{rid}-{place}",

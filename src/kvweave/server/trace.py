@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
 from kvweave.prefix.plan import Span
+from kvweave.server.logs import Facts
 from kvweave.server.metrics import Metrics
 
 log = logging.getLogger("kvweave.server.requests")
@@ -103,23 +104,26 @@ class Trace:
         if self._diary is not None:
             self._diary.add(self)
         if self._logged:
-            first = self.first_token_seconds
             log.info(
-                "rid=%s endpoint=%s outcome=%s prompt_tokens=%d cached_tokens=%d moved_tokens=%d "
-                "paraphrase_tokens=%d refreshed_tokens=%d completion_tokens=%d first_token_ms=%s "
-                "total_ms=%.1f",
-                self.rid,
-                self.endpoint,
-                self.outcome,
-                self.usage.prompt_tokens,
-                self.usage.cached_tokens,
-                self.usage.moved_tokens,
-                self.usage.paraphrase_tokens,
-                self.usage.refreshed_tokens,
-                self.completion_tokens,
-                "-" if first is None else f"{1e3 * first:.1f}",
-                1e3 * self.total_seconds,
+                Facts(
+                    "request ended",
+                    rid=self.rid,
+                    endpoint=self.endpoint,
+                    outcome=self.outcome,
+                    prompt_tokens=self.usage.prompt_tokens,
+                    cached_tokens=self.usage.cached_tokens,
+                    moved_tokens=self.usage.moved_tokens,
+                    paraphrase_tokens=self.usage.paraphrase_tokens,
+                    refreshed_tokens=self.usage.refreshed_tokens,
+                    completion_tokens=self.completion_tokens,
+                    first_token_ms=_milliseconds(self.first_token_seconds),
+                    total_ms=_milliseconds(self.total_seconds),
+                )
             )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 1)
 
 
 def usage_body(traces: Iterable[Trace]) -> dict[str, Any]:
