@@ -17,20 +17,6 @@ def run(command, *arguments):
     return cli(args=list(arguments), standalone_mode=False)
 
 
-@pytest.fixture
-def seen():
-    return {}
-
-
-@pytest.fixture
-def command(seen):
-    @takes_settings(engine=EngineConfig, server=ServerConfig)
-    def command(engine: EngineConfig, server: ServerConfig) -> None:
-        seen.update(engine=engine, server=server)
-
-    return command
-
-
 def test_without_flags_the_defaults_are_those_of_the_dataclasses(command, seen):
     run(command)
     assert seen == {"engine": EngineConfig(), "server": ServerConfig()}

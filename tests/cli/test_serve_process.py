@@ -1,5 +1,6 @@
 """`kvweave serve` as a process of its own: ready line, signals, exit."""
 
+import json
 import re
 import signal
 import subprocess
@@ -11,12 +12,15 @@ import pytest
 
 
 @pytest.fixture
-def process(tiny_folder):
-    folder = str(tiny_folder("llama"))
-    command = [sys.executable, "-m", "kvweave.cli.main", "serve", "--model", folder, "--port", "0"]
-    flags = ["--max-total-tokens", "1024", "--served-model-name", "tiny", "--log-requests"]
+def process(tiny_folder, tmp_path):
+    settings = tmp_path / "kvweave.yaml"
+    settings.write_text(
+        f"model: {tiny_folder('llama')}\nserved-model-name: tiny\nport: 8000\n"
+        "max-total-tokens: 1024\nlog-requests: true\nlog-format: json\nlog-level: debug\n"
+    )
+    command = [sys.executable, "-m", "kvweave.cli.main", "serve", "--config", str(settings)]
     process = subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     yield process
     process.kill()
@@ -47,10 +51,19 @@ def test_it_says_when_it_is_ready_and_finishes_what_runs_when_told_to_stop(proce
     process.send_signal(signal.SIGTERM)
     asking.join(60)
     assert replies[0].json()["choices"][0]["finish_reason"] == "length"
-    assert process.wait(30) in (0, -signal.SIGTERM)
-    log = process.stderr.read()
-    assert "rid=last endpoint=completions outcome=length" in log
-    assert "Traceback" not in log
+    assert process.wait(30) == 0
+    log = [json.loads(line) for line in process.stderr]
+    assert not any("exception" in line for line in log)
+    of_it = {line["logger"]: line for line in log if line.get("rid") == "last"}
+    assert of_it["kvweave.server.requests"]["outcome"] == "length"
+    assert '"POST /v1/completions HTTP/1.1" 200' in of_it["uvicorn.access"]["message"]
+
+
+def test_told_to_stop_while_it_loads_it_goes(process):
+    assert process.stderr.readline()  # something is logged long before it is ready
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0, log
 
 
 def test_interrupting_it_is_quiet(process):

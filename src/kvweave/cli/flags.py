@@ -1,13 +1,13 @@
 """The command line's flags, derived from the frozen dataclasses of settings.
 
 A field is a flag: its name gives the spelling, its annotation the type, its metadata the help and
-the choices. Nothing is written twice. All that is wrong with a command line is reported together:
-unreadable values, unknown flags, and what `problems()` finds.
+the choices. Nothing is written twice. All that is wrong with a command line, and with the file of
+settings that it names, is reported together: unreadable values, unknown names, and what
+`problems()` finds.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import types
@@ -18,6 +18,7 @@ from typing import Any
 
 import typer
 
+from kvweave.cli.settings_file import KINDS, did_you_mean, read_settings
 from kvweave.config import flag_name, validate
 from kvweave.errors import ConfigError
 from kvweave.registries import choices_of
@@ -25,11 +26,16 @@ from kvweave.registries import choices_of
 PASS_UNKNOWN = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Context settings of commands with derived flags: unknown ones come here to be reported."""
 
-_KINDS: dict[type, tuple[str, str]] = {
-    int: ("INTEGER", "a whole number"),
-    float: ("NUMBER", "a number"),
-    str: ("TEXT", "a text"),
-}
+_METAVARS: dict[type, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+
+_CONFIG_FILE = typer.Option(
+    None,
+    "--config",
+    help="YAML or JSON file of flags, without their dashes in front; flags themselves go first.",
+    metavar="FILE",
+    envvar="KVWEAVE_CONFIG",
+    show_envvar=False,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +45,29 @@ class _Unreadable:
     problem: str
 
 
-def takes_settings(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_settings(
+    *, config_file: bool = False, **groups: type
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a typer command take `groups`, by parameter name: dataclasses, or dataclasses of them.
 
-    The command receives built, validated settings; typer sees one option per field instead. Raises
-    ConfigError with every problem at once.
+    The command receives built, validated settings; typer sees one option per field instead, and
+    with `config_file` a flag --config. Raises ConfigError with every problem at once.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         leaves = [leaf for kind in groups.values() for leaf in _leaves(kind)]
-        flags = {item.name: flag_name(item.name) for leaf in leaves for item in fields(leaf)}
+        kinds = {item.name: _kind(leaf, item) for leaf in leaves for item in fields(leaf)}
+        flags = {name: flag_name(name) for name in kinds}
 
         @functools.wraps(command)
         def run(ctx: typer.Context, **values: Any) -> None:
             given = {name: values.pop(name) for name in flags}
+            file = values.pop("config", None) if config_file else None
             problems = [v.problem for v in given.values() if isinstance(v, _Unreadable)]
             problems += _unknown(ctx.args, values, flags.values())
+            if file is not None:
+                filed = read_settings(file, kinds, problems)
+                given.update({n: v for n, v in filed.items() if _is_default(ctx, n)})
             readable = {n: v for n, v in given.items() if not isinstance(v, _Unreadable)}
             built = {name: _build(kind, readable) for name, kind in groups.items()}
             try:
@@ -65,14 +78,18 @@ def takes_settings(**groups: type) -> Callable[[Callable[..., None]], Callable[.
                 raise ConfigError(problems)
             command(**values, **built)
 
-        run.__signature__ = _signature(command, groups, leaves)  # type: ignore[attr-defined]
+        signature = _signature(command, groups, leaves, config_file)
+        run.__signature__ = signature  # type: ignore[attr-defined]
         return run
 
     return decorate
 
 
 def _signature(
-    command: Callable[..., None], groups: Mapping[str, type], leaves: list[type]
+    command: Callable[..., None],
+    groups: Mapping[str, type],
+    leaves: list[type],
+    config_file: bool,
 ) -> inspect.Signature:
     keyword = inspect.Parameter.KEYWORD_ONLY
     hints = typing.get_type_hints(command, include_extras=True)
@@ -91,8 +108,18 @@ def _signature(
         for leaf in leaves
         for item in fields(leaf)
     ]
+    if config_file:
+        own.append(
+            inspect.Parameter("config", keyword, default=_CONFIG_FILE, annotation=str | None)
+        )
     ctx = inspect.Parameter("ctx", keyword, annotation=typer.Context)
     return inspect.Signature([ctx, *own, *derived])
+
+
+def _is_default(ctx: typer.Context, name: str) -> bool:
+    """Neither the command line nor the environment says anything about it."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "DEFAULT"
 
 
 def _leaves(kind: type) -> list[type]:
@@ -136,7 +163,7 @@ def _option(kind: type, item: Field[Any]) -> Any:
     if choices := choices_of(item.metadata.get("choices")):
         shared["help"] += f" One of {', '.join(choices)}."
     reader = _reader(kind, flag)
-    return typer.Option(item.default, flag, parser=reader, metavar=_KINDS[kind][0], **shared)
+    return typer.Option(item.default, flag, parser=reader, metavar=_METAVARS[kind], **shared)
 
 
 def _reader(kind: type, flag: str) -> Callable[[Any], Any]:
@@ -144,7 +171,7 @@ def _reader(kind: type, flag: str) -> Callable[[Any], Any]:
         try:
             return kind(text) if isinstance(text, str) else text
         except ValueError:
-            return _Unreadable(f"{flag} takes {_KINDS[kind][1]}, not {text!r}")
+            return _Unreadable(f"{flag} takes {KINDS[kind]}, not {text!r}")
 
     return read
 
@@ -157,9 +184,7 @@ def _unknown(extra: list[str], values: Mapping[str, Any], known: Any) -> list[st
     flags = [text for text in candidates if isinstance(text, str) and text.startswith("--")]
     problems = []
     for flag in (text.split("=", 1)[0] for text in flags):
-        close = difflib.get_close_matches(flag, list(known), 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        problems.append(f"there is no flag {flag}{hint}")
+        problems.append(f"there is no flag {flag}{did_you_mean(flag, known)}")
     if extra and not flags:
         problems.append(f"there is no place for the argument {extra[0]!r}")
     return problems

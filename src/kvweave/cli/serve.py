@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvweave.server")
 
 
-@takes_settings(engine=EngineConfig, server=ServerConfig, cluster=ClusterConfig)
+@takes_settings(config_file=True, engine=EngineConfig, server=ServerConfig, cluster=ClusterConfig)
 def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> None:
     """Serve a model over an OpenAI-compatible API."""
     from kvweave.server.logs import configure_logging
