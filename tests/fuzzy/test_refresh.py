@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvweave.errors import IntegrityError
 from kvweave.fuzzy.refresh import STRATEGIES, choose
-from kvweave.prefix.plan import Plan, Screen, Span
+from kvweave.prefix.plan import Plan, Screen, Span, Tier
 
 EDITED = (
     Span(10, 100, "1", 20),
@@ -67,6 +67,22 @@ def test_whatever_the_strategy_what_follows_an_edit_comes_first(strategy):
 def test_other_text_between_two_spans_is_no_edit():
     refresh, screen = choose((EDITED[0], EDITED[2]), 0.01, "mix")
     assert (len(refresh), screen) == (0, Screen("mix", 4))
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_other_words_are_served_whole(strategy):
+    """Half of a sentence in its own words and half in another's may say what neither says."""
+    words = Span(112, 6, "1", 120, Tier.PARAPHRASE)
+    spans = (EDITED[0], words, Span(118, 40, "1", 126), EDITED[2])
+    refresh, screen = choose(spans, 0.5, strategy)
+    plan = Plan(600, 0, spans, refresh, screen)
+    assert not np.isin(np.arange(words.start, words.end), plan.compute).any()
+    assert plan.recomputed == plan.served_by(Tier.MOVED) == 220
+    assert plan.served_by(Tier.PARAPHRASE) == 6
+    if plan.candidates is not None:
+        assert len(plan.candidates) == len(plan.compute) == 594
+    assert choose([words], 0.5, strategy)[1] is None
+    assert not len(choose([words], 0.5, strategy)[0])
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.plan import BoolArray, Screen, Span
+from kvweave.prefix.plan import BoolArray, Screen, Span, Tier
 
 _FOLLOWERS = 8
 """Tokens after a place where the prompt differs from its donor that come first in any budget."""
@@ -70,11 +70,15 @@ STRATEGIES = {
 
 
 def choose(spans: Sequence[Span], share: float, strategy: str) -> tuple[IntArray, Screen | None]:
-    """Positions to compute again, and who chooses the rest of `share` x all tokens of `spans`.
+    """Positions to compute again, and who chooses the rest of `share` x all moved tokens.
 
     Tokens just behind an edit come first whatever the strategy: they are what would carry the
-    donor's fact into the recipient's answer.
+    donor's fact into the recipient's answer. Other words for the same are served whole, as they
+    were judged: a mix of two wordings may say what neither says.
     """
+    spans = [span for span in spans if span.tier is Tier.MOVED]
+    if not spans:
+        return np.zeros(0, np.int32), None
     lengths = np.array([span.length for span in spans])
     budget = round(share * int(lengths.sum()))
     nothing = np.zeros_like(lengths)

@@ -53,7 +53,7 @@ def _no_positions() -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """Leaves it to the forward pass which `budget` further tokens of spans are computed again.
+    """Leaves it to the forward pass which `budget` further moved tokens are computed again.
 
     `strategy` names the rule by which it chooses, when it has seen what there is to see.
     """
@@ -68,7 +68,7 @@ class Plan:
 
     `refresh` lists positions inside spans that are computed although donor KV exists; with a
     `screen`, the forward pass adds more. `compute` is everything that it has to look at, in
-    ascending order: the fresh and the refreshed, and with a screen all that could be refreshed.
+    ascending order: the fresh and the refreshed, and with a screen all that is moved.
     Immutable; a plan that does not add up raises IntegrityError when built.
     """
 
@@ -86,10 +86,10 @@ class Plan:
         compute, candidates = np.arange(self.exact, self.length, dtype=np.int32), None
         if self.spans:
             fresh = self._fresh()
-            if self.screen is None:
-                compute = np.flatnonzero(fresh).astype(np.int32)
-            else:
-                candidates = ~fresh[self.exact :]
+            looked_at = fresh if self.screen is None else fresh | self._covered(Tier.MOVED)
+            compute = np.flatnonzero(looked_at).astype(np.int32)
+            if self.screen is not None:
+                candidates = ~fresh[compute]
                 candidates.setflags(write=False)
         compute.setflags(write=False)
         object.__setattr__(self, "compute", compute)
@@ -97,11 +97,17 @@ class Plan:
 
     def _fresh(self) -> BoolArray:
         """By position: what is sure to be computed."""
-        mask = np.ones(self.length, np.bool_)
+        mask = ~self._covered(*Tier)
         mask[: self.exact] = False
-        for span in self.spans:
-            mask[span.start : span.end] = False
         mask[self.refresh] = True
+        return mask
+
+    def _covered(self, *tiers: Tier) -> BoolArray:
+        """By position: what lies in spans of these tiers."""
+        mask = np.zeros(self.length, np.bool_)
+        for span in self.spans:
+            if span.tier in tiers:
+                mask[span.start : span.end] = True
         return mask
 
     def _check(self) -> None:
@@ -117,7 +123,7 @@ class Plan:
                     f"or leaves no last token of {self.length}"
                 )
             covered = span.end
-        if self.screen is not None and (self.screen.budget < 1 or self.served < 0):
+        if self.screen is not None and (self.screen.budget < 1 or self.served_by(Tier.MOVED) < 0):
             raise IntegrityError(f"{self.screen.budget} tokens are to be chosen of too few")
 
     @property
@@ -126,17 +132,12 @@ class Plan:
         return sum(span.length for span in self.spans) - self.recomputed
 
     def served_by(self, tier: Tier) -> int:
-        """Tokens that spans of one tier serve and nothing refreshes.
-
-        What a screen will choose is expected to fall on all tiers alike.
-        """
+        """Tokens that spans of one tier serve and nothing refreshes."""
         spans = [span for span in self.spans if span.tier is tier]
         edges = np.array([(span.start, span.end) for span in spans], np.int64).reshape(-1, 2)
         refreshed = np.diff(np.searchsorted(self.refresh, edges), axis=1)
         served = int(np.diff(edges, axis=1).sum() - refreshed.sum())
-        if self.screen is None or not served:
-            return served
-        return served - served * self.screen.budget // (self.served + self.screen.budget)
+        return served - self.screen.budget if self.screen and tier is Tier.MOVED else served
 
     @property
     def recomputed(self) -> int:
