@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from enginekit import OracleRunner, World, make_world, oracle_answer, prompt, request
@@ -77,6 +79,18 @@ def test_an_approximate_request_makes_progress_but_publishes_its_exact_prefix_on
     assert world.answers["exact", 0].usage.cached_tokens == 4
     assert world.answers["exact", 0].plan == ()
     assert world.engine.snapshot().cached_tokens == 44
+
+
+@pytest.mark.parametrize(("known", "then"), [(None, 0), (9, 9)])
+def test_behind_output_nobody_takes_the_prompts_question_for_old_text(known, then):
+    """A cache that is not told where the question begins counts from the end, where output is."""
+    world = woven_world()
+    world.engine.add(replace(request("r", prompt(40, 1), 9), protected_from=known))
+    [sequence] = world.engine.scheduler.sequences()
+    assert sequence.view().protected_from == known
+    while not sequence.generated:
+        world.step()
+    assert sequence.view().protected_from == then
 
 
 def test_prompt_logprobs_demand_exactness():

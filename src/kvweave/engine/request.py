@@ -142,7 +142,10 @@ class Sequence:
     def view(self) -> RequestView:
         """What the cache may know; stable for as long as no token is added."""
         if self._view is None:
-            request = self.group.request
+            request, protected = self.group.request, self.group.request.protected_from
+            if protected is None and self.generated:
+                # Caches would count from the end, and take the question for older text.
+                protected = 0
             self._view = RequestView(
                 rid=request.rid,
                 tokens=self.tokens,
@@ -151,7 +154,7 @@ class Sequence:
                 # A prompt token's log probability comes out of computing the token before it.
                 max_exact=self.scored if self.scores_prompt else None,
                 fuzzy=request.fuzzy and not self.scores_prompt,
-                protected_from=request.protected_from,
+                protected_from=protected,
                 refresh=request.fuzzy_refresh,
             )
         return self._view
