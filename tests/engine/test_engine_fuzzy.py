@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -219,6 +220,14 @@ def test_random_lives_over_overlapping_text_answer_right(seed):
     assert world.engine.snapshot().hit_tokens["moved"] > 80
     world.engine.flush_cache()
     assert world.engine.snapshot().free_tokens == world.engine.snapshot().total_tokens
+
+
+def test_a_snapshot_which_every_step_takes_asks_no_provider():
+    world = fuzzy_world()
+    with patch("kvweave.fuzzy.index.SpanIndex.stats") as stats:
+        world.run(request("r", wrapped(1, DOCUMENT)))
+        assert world.engine.snapshot().cached_tokens > 0
+    stats.assert_not_called()
 
 
 @pytest.mark.parametrize("strategy", ["mix", "deviation", "question", "seams"])

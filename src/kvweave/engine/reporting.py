@@ -56,25 +56,27 @@ class Reporter:
     def snapshot(self) -> EngineSnapshot:
         """Only on the engine's thread."""
         pool, size, counters = self._cache.pool, self._cache.page_size, self.counters
-        stats, healing = self._cache.stats(), self._healer.counters
+        # Not `stats()`, which asks providers: servers take a snapshot after every step.
+        cached, healing = self._cache.counters, self._healer.counters
+        evictable = self._cache.evictable_pages
         return EngineSnapshot(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             total_tokens=pool.num_pages * size,
             free_tokens=pool.num_free * size,
-            used_tokens=(pool.num_pages - pool.num_free - stats.evictable_pages) * size,
-            cached_tokens=stats.cached_pages * size,
-            evictable_tokens=stats.evictable_pages * size,
+            used_tokens=(pool.num_pages - pool.num_free - evictable) * size,
+            cached_tokens=self._cache.cached_pages * size,
+            evictable_tokens=evictable * size,
             requests=counters.requests,
             finished=counters.finished,
             aborted=counters.aborted,
             failed=counters.failed,
-            prompt_tokens=stats.query_tokens,
-            hit_tokens=dict(stats.hit_tokens),
+            prompt_tokens=cached.query_tokens,
+            hit_tokens=dict(cached.hit_tokens),
             prefill_tokens=counters.prefill_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
-            evicted_tokens=stats.evicted_pages * size,
+            evicted_tokens=cached.evicted_pages * size,
             steps=counters.steps,
             prefill_steps=counters.prefill_steps,
             dropped_event_batches=0 if self._events is None else self._events.dropped,
