@@ -59,6 +59,10 @@ REFUSED = {
         Stay if it rains, leave if it snows. | Leave if it rains, stay if it snows.
         Open before 5, close after 9. | Open after 9, close before 5.
         Bob said Al is in and Carol is away. | Carol is away and Bob said Al is in.
+        On Monday she said that he left. | She said that he left on Monday.
+        In May he wrote whose it was. | He wrote whose it was in May.
+        At noon they decided to leave. | They decided to leave at noon.
+        After lunch tell Ann to call Bob. | Tell Ann to call Bob after lunch.
     """,
     "order of steps": """
         First, sign. Then pay. | First, pay. Then sign.
@@ -82,6 +86,8 @@ REFUSED = {
         Python 3.1 | Python 3.10
         the 1st quarter | the first half
         1,5 | 1.5
+        It costs 1.000 euros. | It costs 1 euro.
+        It costs $1.500. | It costs $1.5.
         1,5 kg | 1, 5 kg
         5 \u2013 10 | 5, 10
         5\u201410 | 5, 10

@@ -31,6 +31,8 @@ _MONTHS = table("""
 """)
 _DAY = re.compile(r"[1-9]|[12]\d|3[01]")
 _YEAR = re.compile(r"[12]\d{3}")
+_THOUSANDS = re.compile(r"[1-9]\d{0,2}\.\d{3}")
+"""May be thousands in some countries, and thousandths in others: kept as it stands."""
 _MILLIONS = re.compile(r"(\d+(?:\.\d+)?)[mM]")
 _NUMERIC = words("numeral currency sign ordinal time")
 _MAY_BEGIN = BEGINS | _MONTHS.keys() | words("noon midday midnight")
@@ -76,7 +78,7 @@ def _number(tokens: Sequence[Token], said: Sequence[str], at: int) -> _Found:
         return None
     number, rounded, at = amount
     unit, at = (currency, at) if currency else _unit(tokens, said, at)
-    if (unit or rounded) and "/" not in number:
+    if (unit or rounded) and "/" not in number and not _THOUSANDS.fullmatch(number):
         number = plain(number)
     return Token("number", f"{sign}{number} {unit}".rstrip()), at
 

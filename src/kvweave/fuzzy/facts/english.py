@@ -33,12 +33,18 @@ REFERS_BACK = words(
     previous"""
 )
 """Words that lean on the sentence before, which may then not be moved away from it."""
-SUBORDINATES = words(
-    """that who whose where if unless or either whether say says said think thinks thought believe
-    believes believed claim claims claimed know knows knew hope hopes hoped expect expects expected
-    told report reports reported state states stated deny denies denied doubt doubts doubted"""
+NESTING = words(
+    """that who whose whether say says said think thinks thought believe believes believed claim
+    claims claimed know knows knew hope hopes hoped expect expects expected tell tells told report
+    reports reported state states stated deny denies denied doubt doubts doubted"""
 )
+"""Where one of them stands, a phrase at the end may belong to what is said, or to who says it."""
+SUBORDINATES = NESTING | words("where if unless or either")
 """Where one of them stands, what follows may be no statement of its own."""
+BEHIND_TO = QUANTIFIERS | words(
+    "a an the my your our his her its their this these me you us him it them"
+)
+"""Behind "to", one of them begins a place or a person; any other word may be a verb."""
 BEFORE_VERBS = SUBJECTS | MODALS | words("to how-to not")
 """Behind these, a word is a verb if it can be one."""
 BEFORE_DO = SUBJECTS | MODALS | words("to please not")

@@ -131,6 +131,7 @@ class _Interpreter:
                 fact.kind == "ordinal" or fact.value in english.REFERS_BACK for fact in facts
             )
             turns = tuple(turn - start for turn in self.turns if start < turn < end)
+            turns = tuple(at for at in turns if not (_nests(facts[:at]) or _nests(facts[at:])))
             yield Sentence(facts, turns, self.asks, clings)
 
     def _behind_introduction(self) -> int:
@@ -254,6 +255,15 @@ class _Interpreter:
                     yield start, joint
                     start = behind
         yield start, length
+
+
+def _nests(facts: Sequence[Token]) -> bool:
+    """Whether more than one verb is there for a phrase to belong to: they decided to leave."""
+    return any(
+        (fact.value in english.NESTING and before.value != "how-to")
+        or (before.value == "to" and fact.kind == "word" and fact.value not in english.BEHIND_TO)
+        for before, fact in pairwise(facts if not facts or facts[0].value != "to" else facts[1:])
+    )
 
 
 def _is_clause(said: Sequence[str]) -> bool:
