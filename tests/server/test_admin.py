@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from serverkit import eventually, toy_card
 from starlette.testclient import TestClient
 
 import kvweave
-from kvweave.config import EngineConfig, ServerConfig
+from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.engine.selfcheck.gate import SelfCheck
 from kvweave.engine.selfcheck.measure import Measured
 from kvweave.engine.types import Usage
@@ -94,12 +95,17 @@ def test_facts_for_routers(client):
 
 def test_every_flag_is_told_in_force_and_the_key_never(engine):
     config = ServerConfig(api_key="open sesame", log_format="json")
-    app = build_app(engine, toy_card(engine.tokenizer), config)
+    cluster = ClusterConfig(replicas=3)
+    app = build_app(engine, toy_card(engine.tokenizer), config, cluster=cluster)
     asked = TestClient(app).get("/server_info", headers={"Authorization": "Bearer open sesame"})
     info = asked.json()
-    groups = (*(getattr(EngineConfig(), group.name) for group in fields(EngineConfig)), config)
+    groups = (
+        *(getattr(EngineConfig(), group.name) for group in fields(EngineConfig)),
+        config,
+        cluster,
+    )
     assert {item.name for group in groups for item in fields(group)} <= set(info)
-    assert (info["api_key"], info["log_format"]) == (True, "json")
+    assert (info["api_key"], info["log_format"], info["replicas"]) == (True, "json", 3)
     assert "sesame" not in asked.text
 
 
@@ -265,3 +271,15 @@ def test_a_line_of_json_holds_whatever_was_logged():
     assert shown["message"] == "said 3"
     assert "ValueError: two\nlines" in shown["exception"]
     assert shown["time"].endswith("Z")
+
+
+def test_others_lines_are_objects_too():
+    code = (
+        "from kvweave.server.logs import configure_logging; configure_logging('info', 'json')\n"
+        "import warnings; warnings.warn('mind the gap')\n"
+        "from transformers.utils import logging; logging.get_logger('transformers.x').error('oh')"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    warned, told = map(json.loads, ran.stderr.splitlines())
+    assert "mind the gap" in warned["message"]
+    assert (told["logger"], told["message"]) == ("transformers.x", "oh")

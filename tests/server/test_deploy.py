@@ -2,11 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
-from serverkit import FakeEngine
+from serverkit import FakeEngine, RunningServer
 
 from kvweave.cli.settings_file import read_settings
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
@@ -76,6 +78,19 @@ def test_the_container_sets_known_flags_and_is_not_root():
     assert variables - {"cache"} <= known_settings()
     assert re.search(r"^USER [1-9]", text, re.M), "by number, so that a cluster can see it"
     assert "/health" in text
+
+
+def test_the_container_asks_whether_the_server_is_well():
+    text = (DEPLOY / "Containerfile").read_text().replace("\\\n", "")
+    [check] = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", text, re.M)
+    command = [sys.executable, *json.loads(check)[1:]]
+    engine = FakeEngine()
+    with RunningServer(engine, ServerConfig(port=0, api_key="secret")) as server:
+        port = server.url.rpartition(":")[2]
+        for alive, status in ((True, 0), (False, 1)):
+            engine.alive = alive
+            ran = subprocess.run(command, env={"KVWEAVE_PORT": port}, check=False)
+            assert ran.returncode == status
 
 
 def test_the_unit_waits_longer_than_the_drain():

@@ -36,7 +36,7 @@ def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) ->
         from kvweave.server.app import build_app
         from kvweave.server.run import serve as run
 
-        app = build_app(answering, facts.card, server, facts.config, facts.self_check)
+        app = build_app(answering, facts.card, server, facts.config, facts.self_check, cluster)
         if server.open:
             log.warning(
                 "anyone who reaches %s may use this server: there is no --api-key", server.host

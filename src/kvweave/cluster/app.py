@@ -59,7 +59,7 @@ class Ingress:
     """The HTTP server of `kvweave serve`, before engines that run elsewhere."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, handle: Any, server: ServerConfig
+        self, handle: Any, server: ServerConfig, cluster: ClusterConfig
     ) -> None:
         from kvweave.cluster.remote import RemoteEngine
         from kvweave.server.app import build_app
@@ -67,7 +67,9 @@ class Ingress:
         facts = await handle.facts.remote()
         self._engine = RemoteEngine(handle, facts)
         await self._engine.start()
-        self._app = build_app(self._engine, facts.card, server, facts.config, facts.self_check)
+        self._app = build_app(
+            self._engine, facts.card, server, facts.config, facts.self_check, cluster
+        )
 
     async def __call__(self, request: Request) -> Response:
         return _Through(self._app)
@@ -90,7 +92,7 @@ def app(arguments: dict[str, Any]) -> Application:
     ingress = serve.deployment(
         Ingress, name="http", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
     )
-    return ingress.bind(engines(config, cluster), server)
+    return ingress.bind(engines(config, cluster), server, cluster)
 
 
 def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, ServerConfig]:

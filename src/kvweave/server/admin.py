@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
 
 import kvweave
-from kvweave.config import EngineConfig
+from kvweave.config import ClusterConfig, EngineConfig
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 from kvweave.events import EventsConfig
@@ -32,12 +32,16 @@ _PACKAGES = ("torch", "transformers", "fastapi", "uvicorn")
 
 
 def admin_router(
-    service: Service, engine_config: EngineConfig, self_check: SelfCheck | None = None
+    service: Service,
+    engine_config: EngineConfig,
+    self_check: SelfCheck | None = None,
+    cluster: ClusterConfig | None = None,
 ) -> APIRouter:
     """Routes outside /v1, bound to `service`."""
     router = APIRouter()
     card, engine = service.card, service.engine
     events = EventsConfig.wanted(engine_config.cache.kv_events_config)
+    settings = _settings(*_leaves(engine_config), service.config, cluster or ClusterConfig())
     versions, started = _versions(), int(time.time())
 
     @router.get("/health")
@@ -72,7 +76,7 @@ def admin_router(
         now = engine.snapshot()
         # Flat, with SGLang's names, since routers made for it ask here what a worker serves.
         return {
-            **_settings(service, engine_config),
+            **settings,
             **card.facts(),
             "version": kvweave.__version__,
             "versions": versions,
@@ -152,10 +156,14 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _settings(service: Service, engine_config: EngineConfig) -> dict[str, Any]:
+def _leaves(config: EngineConfig) -> list[Any]:
+    return [getattr(config, group.name) for group in dataclasses.fields(config)]
+
+
+def _settings(*groups: Any) -> dict[str, Any]:
     """Every flag by its name, as it is in force; the key stays secret."""
     settings: dict[str, Any] = {}
-    for group in (*dataclasses.asdict(engine_config).values(), dataclasses.asdict(service.config)):
-        settings.update(group)
+    for group in groups:
+        settings.update(dataclasses.asdict(group))
     settings["api_key"] = settings["api_key"] is not None
     return settings

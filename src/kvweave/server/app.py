@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 import kvweave
-from kvweave.config import EngineConfig, ServerConfig
+from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.server.admin import admin_router
 from kvweave.server.chat import chat_router
 from kvweave.server.completions import completions_router
@@ -37,11 +37,12 @@ def build_app(
     config: ServerConfig,
     engine_config: EngineConfig | None = None,
     self_check: SelfCheck | None = None,
+    cluster: ClusterConfig | None = None,
 ) -> FastAPI:
     """An ASGI application that answers for `engine`, which it starts and stops with itself.
 
-    `app.state.service` is the Service behind the routes. `engine_config` and `self_check` are only
-    shown.
+    `app.state.service` is the Service behind the routes. `engine_config`, `self_check` and
+    `cluster` are only shown.
     """
     service = Service(engine, card, config)
     engine_config = engine_config or EngineConfig()
@@ -67,7 +68,7 @@ def build_app(
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
     app.include_router(tokenization_router(service))
-    app.include_router(admin_router(service, engine_config, self_check))
+    app.include_router(admin_router(service, engine_config, self_check, cluster))
     if service.history is not None:
         backend = engine_config.cache.prefix_cache_backend
         app.include_router(explorer_router(service, service.history, backend))
