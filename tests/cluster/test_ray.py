@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -123,6 +124,44 @@ def test_refusals_arrive_as_the_engine_made_them(cluster):
     assert type(refused) is RequestError
     assert (refused.status, refused.param) == (400, "prompt")
     assert "takes 255 at most" in str(refused)
+
+
+class Words:
+    """A replica's answer, which comes word by word."""
+
+    def __init__(self, words: str) -> None:
+        self.words = iter(words.split())
+
+    def __aiter__(self) -> Words:
+        return self
+
+    async def __anext__(self) -> str:
+        for word in self.words:
+            return word
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_name_that_is_taken_is_refused_and_its_owner_answered():
+    """Two replicas would both take it: neither knows what the other runs."""
+    from kvweave.cluster.remote import RemoteEngine
+
+    handle = Mock()
+    handle.options.return_value.generate.remote.side_effect = lambda _: Words("it goes on")
+    engine = RemoteEngine(handle, Mock())
+
+    async def both() -> list[str]:
+        first = engine.generate(request("same", [1]))
+        said = [await first.__anext__()]
+        with pytest.raises(RequestError, match="'same' is running") as refused:
+            await engine.generate(request("same", [2])).__anext__()
+        assert refused.value.param == "rid"
+        return said + [word async for word in first]
+
+    assert asyncio.run(both()) == ["it", "goes", "on"]
+    assert asyncio.run(both()) == ["it", "goes", "on"]
 
 
 def test_leaving_aborts_what_was_asked(cluster):

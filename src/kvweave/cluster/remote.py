@@ -95,6 +95,8 @@ class RemoteEngine:
         )
 
     async def _ask(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
+        if request.rid in self._live:  # replicas know their own only
+            raise RequestError(f"a request with rid {request.rid!r} is running", param="rid")
         stream = self._handle.options(stream=True).generate.remote(request)
         self._live[request.rid] = stream
         try:
