@@ -50,7 +50,7 @@ def test_a_failing_schedule_costs_those_that_ran_and_nobody_else(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["runner", "sampler"])
-def test_an_exception_in_a_step_fails_exactly_its_batch(where, monkeypatch):
+def test_an_exception_in_a_step_fails_exactly_its_batch(where, monkeypatch, caplog):
     world = make_world("radix", max_running_requests=2)
     for rid in ("a", "b", "c"):
         world.engine.add(request(rid, prompt(20, ord(rid)), 4))
@@ -61,6 +61,8 @@ def test_an_exception_in_a_step_fails_exactly_its_batch(where, monkeypatch):
     deltas = world.step()
     assert {(d.rid, d.finish_reason) for d in deltas} == {("a", "error"), ("b", "error")}
     assert all("injected" in d.error for d in deltas)
+    assert {r.rid for r in caplog.records if hasattr(r, "rid")} == {"a", "b"}, "the log names them"
+    assert sum(bool(record.exc_info) for record in caplog.records) == 1, "and says why once"
     world.runner.before = lambda batch: None
     monkeypatch.undo()
     world.run()

@@ -250,9 +250,9 @@ class Engine:
             self._fail(sequence, error, logged=True)
 
     def _fail(self, sequence: Sequence, error: Exception, logged: bool = False) -> None:
-        if not logged:
-            rid = sequence.group.request.rid
-            logger.error("request %s failed", rid, exc_info=error, extra={"rid": rid})
+        rid = sequence.group.request.rid
+        told = None if logged else error  # one traceback, though many may fail of one error
+        logger.error("request %s failed", rid, exc_info=told, extra={"rid": rid})
         reason = str(error) if isinstance(error, KvweaveError) else f"internal error: {error!r}"
         self._close(sequence, self._answers[sequence].end("error", reason))
 
