@@ -235,6 +235,9 @@ def test_the_plan_is_told_on_request(client, engine):
     assert "kvweave_plan" not in complete(client)
     streamed = [event["kvweave_plan"] for event in events(client, return_plan=True)[:1]]
     assert streamed == [expected]
+    # Preempted before its first token, and less of its prefix was left when it came back.
+    engine.usage = Usage(cached_tokens=4, moved_tokens=3)
+    assert complete(client, return_plan=True)["kvweave_plan"] == expected
 
 
 def test_a_slow_reader_gets_fewer_longer_pieces_and_the_whole_text(client, engine):

@@ -60,7 +60,8 @@ class Envelope:
 
     def plan(self, place: int, delta: OutputDelta) -> list[dict[str, Any]]:
         """Where the KV of a prompt came from, as spans; what none of them covers was computed."""
-        cached = delta.usage.cached_tokens
+        # Usage is that of the first admission, the spans are those of the latest.
+        cached = min([delta.usage.cached_tokens, *(span.start for span in delta.plan)])
         exact = {"start": 0, "length": cached, "tier": Tier.EXACT.value, "donor": None}
         spans = [{"prompt": place, **exact, "donor_start": 0}] if cached else []
         for span in delta.plan:
