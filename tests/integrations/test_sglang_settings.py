@@ -20,7 +20,7 @@ def test_without_settings_the_engines_defaults_hold() -> None:
 def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "kvweave.json"
     file.write_text(json.dumps({"min_span": 64, "max_share": 0.5}))
-    found = read_settings({"KVWEAVE_CONFIG": str(file), "KVWEAVE_FUZZY_MIN_SPAN": "96"})
+    found = read_settings({"KVWEAVE_SGLANG_CONFIG": str(file), "KVWEAVE_FUZZY_MIN_SPAN": "96"})
     assert (found.fuzzy_min_span, found.fuzzy_max_share) == (96, 0.5)
 
 
@@ -38,7 +38,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         ({}, '{"stride": 16.5}', "must be a whole number, not 16.5"),
         ({}, "[1]", "must hold one JSON object"),
         ({}, "{", "cannot be read as JSON"),
-        ({"KVWEAVE_CONFIG": "/nowhere/at/all"}, None, "cannot be read as JSON"),
+        ({"KVWEAVE_SGLANG_CONFIG": "/nowhere/at/all"}, None, "cannot be read as JSON"),
     ],
 )
 def test_what_does_not_work_is_said(
@@ -46,7 +46,7 @@ def test_what_does_not_work_is_said(
 ) -> None:
     if file is not None:
         (tmp_path / "settings.json").write_text(file)
-        environment = {**environment, "KVWEAVE_CONFIG": str(tmp_path / "settings.json")}
+        environment = {**environment, "KVWEAVE_SGLANG_CONFIG": str(tmp_path / "settings.json")}
     with pytest.raises(ConfigError) as error:
         read_settings(environment)
     assert words in str(error.value)

@@ -1,7 +1,7 @@
 """Settings of the plug-in, from the environment and from a file: SGLang has no place for its flags.
 
 `KVWEAVE_FUZZY_MIN_SPAN=64` sets what `--fuzzy-min-span 64` sets in kvweave's own engine, and so on
-for every name in `NAMES`. `KVWEAVE_CONFIG` names a JSON file with the same settings under their
+for every name in `NAMES`. `KVWEAVE_SGLANG_CONFIG` names a JSON file with the same settings under their
 short names, `{"min_span": 64}`; the environment wins over the file.
 """
 
@@ -18,7 +18,7 @@ from kvweave.errors import ConfigError, reason
 NAMES = ("min_span", "min_suffix", "min_reuse_ratio", "sink_tokens", "stride", "max_share")
 """What can be set. What the list lacks of FuzzyConfig, SGLang's contract has no place for."""
 
-FILE = "KVWEAVE_CONFIG"
+FILE = "KVWEAVE_SGLANG_CONFIG"
 _PREFIX = "KVWEAVE_FUZZY_"
 
 
