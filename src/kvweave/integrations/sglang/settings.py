@@ -1,8 +1,8 @@
 """Settings of the plug-in, from the environment and from a file: SGLang has no place for its flags.
 
 `KVWEAVE_FUZZY_MIN_SPAN=64` sets what `--fuzzy-min-span 64` sets in kvweave's own engine, and so on
-for every name in `NAMES`. `KVWEAVE_SGLANG_CONFIG` names a JSON file with the same settings under their
-short names, `{"min_span": 64}`; the environment wins over the file.
+for every name in `NAMES`. `KVWEAVE_SGLANG_CONFIG` names a JSON file with the same settings under
+their short names, `{"min_span": 64}`; the environment wins over the file.
 """
 
 from __future__ import annotations
