@@ -114,5 +114,5 @@ def test_a_screen_that_cannot_be_met_is_refused(budget):
 
 def test_a_depth_is_a_layer_of_any_model_and_never_the_first():
     assert STRATEGIES["deviation"].stops_by_layer(30) == {1: 1.0}
-    assert list(STRATEGIES["mix"].stops_by_layer(30)) == [1, 4, 8, 14]
+    assert list(STRATEGIES["mix"].stops_by_layer(30)) == [1, 4, 8, 14, 24]
     assert STRATEGIES["mix"].stops_by_layer(3) == {1: 1.0}, "all stops fall together"
