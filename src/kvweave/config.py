@@ -136,6 +136,12 @@ class FuzzyConfig:
     fuzzy_semantic_budget_ms: float = _flag(
         25.0, "Time that a prompt may wait for meanings to be compared, where that may help it."
     )
+    fuzzy_verifier: str = _flag(
+        "none", "Who else may object to what is served in other words.", choices="verifiers"
+    )
+    fuzzy_verifier_model: str | None = _flag(
+        None, "Folder or Hugging Face name of the model that the verifier nli asks."
+    )
     fuzzy_semantic_index_tokens: int = _flag(
         131_072, "Tokens whose meaning is remembered; the oldest make room."
     )

@@ -33,6 +33,12 @@ def _embedders() -> tuple[str, ...]:
     return embedder_names()
 
 
+def _verifiers() -> tuple[str, ...]:
+    from kvweave.fuzzy.verifiers import verifier_names
+
+    return verifier_names()
+
+
 def _refresh_strategies() -> tuple[str, ...]:
     from kvweave.fuzzy.refresh import STRATEGIES
 
@@ -43,5 +49,6 @@ _REGISTRIES: dict[str, Callable[[], tuple[str, ...]]] = {
     "prefix-cache-backends": _backends,
     "fuzzy-providers": _providers,
     "embedders": _embedders,
+    "verifiers": _verifiers,
     "fuzzy-refresh-strategies": _refresh_strategies,
 }

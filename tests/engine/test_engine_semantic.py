@@ -30,8 +30,8 @@ TAIL = (
     "money, hand it over to the accounts. If it is about illness, hand it over to the nurse.\n"
 )
 QUESTION = "Whom does the office hand questions about illness over to?\n"
-DONOR = "When does the autumn term of the school start?"
-SAME = "When does the autumn term of the school begin?"
+DONOR = "When do people buy the ticket before the autumn term starts?"
+SAME = "When do people purchase the ticket before the autumn term begins?"
 CONFIG = FuzzyConfig(
     fuzzy_provider="semantic",
     fuzzy_semantic_embedder="use",
@@ -85,7 +85,9 @@ class Office:
 
 @pytest.fixture(scope="module")
 def office(packaged: LoadedModel) -> Office:
-    return Office(packaged, CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvweave.fuzzy.semantic.desk._QUIET", 0.05)  # seconds till it is idle
+        return Office(packaged, CONFIG)
 
 
 @pytest.fixture(autouse=True)
@@ -104,10 +106,10 @@ def paraphrased(answer: Completion) -> int:
     ("sentence", "served"),
     [
         (SAME, True),
-        ("When does the autumn term of the school end?", False),
-        ("When does the spring term of the school begin?", False),
-        ("When does the autumn term of the school not begin?", False),
-        ("When did the autumn term of the school begin?", False),
+        ("When do people purchase the ticket before the autumn term ends?", False),
+        ("When do people purchase the ticket before the spring term begins?", False),
+        ("When do people not purchase the ticket before the autumn term begins?", False),
+        ("When did people purchase the ticket before the autumn term begins?", False),
     ],
 )
 def test_a_paraphrase_is_served_and_a_near_miss_is_not(
@@ -176,9 +178,9 @@ def test_questions_and_exact_requests_are_computed(office: Office) -> None:
 
 def test_under_pressure_donors_go_and_answers_come(office: Office) -> None:
     for turn in range(12):
-        begin = ("start", "begin")[turn % 2]
+        buy, begins = (("buy", "starts"), ("purchase", "begins"))[turn % 2]
         answer = office.ask(
-            f"When does term number {turn // 2} of the school {begin}?",
+            f"When do people {buy} ticket {turn // 2} before the term {begins}?",
             f"{turn}. ",
             fuzzy=bool(turn % 2),  # the others are computed, and donors from end to end
         )

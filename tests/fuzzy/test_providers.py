@@ -15,7 +15,7 @@ from fuzzy_world import SMALL, World, text
 
 from kvweave.config import FuzzyConfig, validate
 from kvweave.errors import ConfigError
-from kvweave.fuzzy import providers
+from kvweave.fuzzy import offers
 from kvweave.fuzzy.index import SpanIndex
 from kvweave.fuzzy.providers import GROUP, create_provider, provider_names
 
@@ -28,7 +28,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def offer(**values: str) -> None:
         points = [EntryPoint(name, value, GROUP) for name, value in values.items()]
-        monkeypatch.setattr(providers, "entry_points", lambda group: points)
+        monkeypatch.setattr(offers, "entry_points", lambda group: points)
 
     return offer
 

@@ -5,8 +5,8 @@ fake is compared with it. Of its answers are refused, and why:
 
 - a moved document at a position where other tokens stand: the tokens differ;
 - chunks that are alike but not equal ("fuzzy chunks"): the tokens differ, the whole run is dropped;
-- a verified paraphrase whose facts differ in order, role, sign or unit, which its own gate compares
-  as sets: the facts differ;
+- a verified paraphrase whose facts differ: units, signs and antonyms pass its own gate, some of
+  the others do not get so far;
 - a verified paraphrase that reaches into the last question;
 - slots of donors that were evicted meanwhile, and what makes no sense at all.
 """
@@ -164,8 +164,7 @@ def test_contiguous_answers_and_merged_segments_are_read_too(
 def test_a_document_at_the_wrong_offset_is_refused(
     world: SemanticWorld, adapter: FakeAdapter, shift: int
 ) -> None:
-    """Measured with 0.3.25: of a document behind an unseen wrapper, 2 % of the served positions
-    hold the right token."""
+    """As happens to a document behind a wrapper that was not seen before."""
     world.serve(world.text.encode(f"{HEAD} {DOCUMENT} {TAIL}"))
     [slots] = adapter.slots
     adapter.answer = Result(
@@ -203,7 +202,8 @@ REST = story(5, 8)
 def test_its_paraphrases_are_judged_again(
     world: SemanticWorld, adapter: FakeAdapter, donor: str, asked: str, served: bool
 ) -> None:
-    """It compares facts as sets, and lets half of the names differ."""
+    """Units, signs and antonyms pass its own gate; roles and names are refused there already, and
+    would be here."""
     world.serve(world.text.encode(f"{HEAD} {donor} {REST}"))
     [slots] = adapter.slots
     adapter.answer = lambda exact: Result(

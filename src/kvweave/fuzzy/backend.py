@@ -19,6 +19,7 @@ from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate
 from kvweave.fuzzy.providers import create_provider
 from kvweave.fuzzy.refresh import choose
+from kvweave.fuzzy.verifiers import create_verifier
 from kvweave.kv.mover import KVMover, MoveRun
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.base import CacheOptions, CacheStats, Lease, Refusal, RequestView
@@ -48,7 +49,8 @@ class FuzzyCache(RadixCache):
         self._donors.listener = self._guard = self._provider()
         self._inflight = Inflight(pool.page_size, self._config)
         cutter = Cutter(options.decode) if options.decode else None
-        self.paraphrases = ParaphraseGate(self._donors, self._config, cutter)
+        verifier = create_verifier(self._config)
+        self.paraphrases = ParaphraseGate(self._donors, self._config, cutter, verifier)
 
     def lease(self, view: RequestView) -> RadixLease:
         lease = super().lease(view)

@@ -13,8 +13,9 @@ the same donor. A donor's longer text would have to be cut, and with it maybe a 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.facts import Verifier, differing
 from kvweave.fuzzy.passages import LONGEST, Cutter
 from kvweave.fuzzy.provider import Candidate
-from kvweave.fuzzy.worker import Worker
+from kvweave.fuzzy.verifiers import Bench
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.base import RequestView
 from kvweave.prefix.plan import Tier
@@ -33,6 +34,10 @@ _log = logging.getLogger(__name__)
 
 UNKNOWN_TURN = 128
 """Tokens at the end of a prompt that count as its question if nobody knows where that begins."""
+
+LEAST_SAVED = 4
+"""Tokens that a run in other words has to save. Fewer are computed along with what stands around
+them, in the same step: to read other words for their sake would be a risk for nothing."""
 
 _REMEMBERED = 64
 
@@ -63,14 +68,13 @@ class ParaphraseGate:
         donors: DonorTree,
         config: FuzzyConfig,
         cutter: Cutter | None,
-        verifiers: Sequence[Verifier] = (),
+        verifier: Verifier | None = None,
     ) -> None:
         """Without a cutter nothing can be read, and so nothing passes."""
         self._donors = donors
         self._config = config
         self._cutter = cutter
-        self._verifiers = verifiers
-        self._worker = Worker("kvweave verifiers") if verifiers else None
+        self._bench = None if verifier is None else Bench(verifier)
         self.refused: Counter[str] = Counter()
         """Candidates refused, by kind."""
         self.refusals: deque[Declined] = deque(maxlen=_REMEMBERED)
@@ -90,11 +94,12 @@ class ParaphraseGate:
             int(self._config.fuzzy_max_share * length) - moved,
         )
         chosen = list(pieces)
+        until = time.perf_counter() + self._config.fuzzy_semantic_budget_ms / 1000
         for claim in claims:
             try:
                 if self._overlaps(claim, chosen) or claim.length > room:
                     continue  # its place is taken, most often by a better one
-                refusal = self._refusal(view, exact, claim)
+                refusal = self._refusal(view, exact, claim, until)
             except Exception as error:  # it came from elsewhere, and may be anything
                 _log.debug("a paraphrase could not be judged", exc_info=True)
                 refusal = "failed", f"it could not be judged: {error!r}"
@@ -122,18 +127,22 @@ class ParaphraseGate:
             begin = claim.start - claim.lead
             self.refusals.append(Declined(view.rid, begin, claim.end, kind, reason))
 
-    def _refusal(self, view: RequestView, exact: int, claim: Candidate) -> tuple[str, str] | None:
+    def _refusal(
+        self, view: RequestView, exact: int, claim: Candidate, until: float
+    ) -> tuple[str, str] | None:
         """Why not, as a kind and a sentence; None if there is no reason."""
         return (
             self._misplaced(view, exact, claim)
             or self._gone(view, claim)
-            or self._different(view, claim)
+            or self._different(view, claim, until)
         )
 
     def _misplaced(self, view: RequestView, exact: int, claim: Candidate) -> tuple[str, str] | None:
         config, begin = self._config, claim.start - claim.lead
         if claim.lead < 0 or claim.length < 1:
             return "lengths", f"{claim.length} tokens cannot stand for {claim.end - begin}"
+        if claim.length < LEAST_SAVED:
+            return "lengths", f"it would save {claim.length} of the {LEAST_SAVED} tokens it has to"
         if begin < max(exact, config.fuzzy_sink_tokens):
             return "placed", "it reaches into what is served exactly, or into the first tokens"
         if claim.end > question_of(view) or claim.end > len(view.tokens) - config.fuzzy_min_suffix:
@@ -153,25 +162,16 @@ class ParaphraseGate:
             return "gone", "its donor holds other text by now"
         return None
 
-    def _different(self, view: RequestView, claim: Candidate) -> tuple[str, str] | None:
+    def _different(
+        self, view: RequestView, claim: Candidate, until: float
+    ) -> tuple[str, str] | None:
         if self._cutter is None:
             return "failed", "nothing here can read tokens"
         donor, recipient = self._sentences(self._cutter, view, claim)
         found = differing(donor, recipient)
         if found is not None:
             return "facts", found
-        if self._worker is not None:
-            vetoed = self._worker.run(
-                lambda: self._veto(donor, recipient),
-                self._config.fuzzy_semantic_budget_ms / 1000,
-            )
-            if vetoed is not None:
-                return "vetoed", vetoed
-        return None
-
-    def _veto(self, donor: str, recipient: str) -> str | None:
-        reasons = (verifier(donor, recipient) for verifier in self._verifiers)
-        return next((reason for reason in reasons if reason is not None), None)
+        return None if self._bench is None else self._bench.objection(donor, recipient, until)
 
     def _sentences(self, cutter: Cutter, view: RequestView, claim: Candidate) -> tuple[str, str]:
         """What donor and prompt say there, to the ends of their sentences."""

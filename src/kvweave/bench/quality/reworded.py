@@ -7,8 +7,11 @@ import numpy as np
 from kvweave.bench.quality.writer import Case, Writer
 from kvweave.bench.workloads.prompts import instruction
 from kvweave.errors import KvweaveError
+from kvweave.fuzzy.donors import common_suffix
 from kvweave.fuzzy.facts import differing
+from kvweave.fuzzy.paraphrase import LEAST_SAVED
 from kvweave.kv.pool import IntArray
+from kvweave.prefix.node import common_prefix
 
 _PASSAGE = 512
 SOURCE = "fow-cache"
@@ -19,7 +22,8 @@ def reworded(writer: Writer, number: int) -> Case:
     differently. What is asked in the end is a fact of the passage.
 
     Only pairs of questions that state the same facts, in no more of the donor's tokens than the
-    prompt's: of the others, nothing is served in other words, and there is nothing to judge.
+    prompt's, and differ in more than a word: of the others, nothing is served in other words, and
+    there is nothing to judge.
     """
     pairs = _pairs(writer)
     theirs, ours = pairs[number % len(pairs)]
@@ -57,7 +61,8 @@ def _pairs(writer: Writer) -> list[tuple[IntArray, IntArray]]:
             continue
         one, other = (writer.tokens(f"{each} ") for each in both)
         theirs, ours = (one, other) if len(one) <= len(other) else (other, one)
-        if not np.array_equal(theirs, ours):
+        before = common_prefix(ours, theirs)
+        if len(theirs) - before - common_suffix(ours[before:], theirs[before:]) >= LEAST_SAVED:
             found.append((theirs, ours))
     if not found:
         raise KvweaveError(f"no pair of {SOURCE} states the same facts")

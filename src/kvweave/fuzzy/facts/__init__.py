@@ -18,8 +18,8 @@ from kvweave.fuzzy.facts.reading import read
 class Verifier(Protocol):
     """Says why a donor's text must not stand in for a recipient's; None if nothing speaks against.
 
-    Called with whole sentences, off the engine's thread. A verifier only ever vetoes: all that are
-    asked have to agree.
+    Called with whole sentences, one call at a time, on a thread that is not the engine's. It only
+    ever vetoes: to raise, or to come late, is to veto.
     """
 
     def __call__(self, donor: str, recipient: str) -> str | None: ...

@@ -54,7 +54,7 @@ class Desk:
         self._coming: dict[str, Future[Vectors]] = {}
         self._changed = threading.Condition()
         self._working = False
-        self._closed = False
+        self._over = threading.Event()
         self._seen = clock()
         self._rest_until = 0.0
         self._failures = 0
@@ -62,7 +62,7 @@ class Desk:
         """Texts embedded, errands dropped for lack of room, calls of the embedder that failed."""
         thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="kvweave-embedder")
         thread.daemon = True
-        weakref.finalize(self, _wake, self._changed)
+        weakref.finalize(self, _wind_up, self._changed, self._over)
         thread.start()
 
     @property
@@ -99,9 +99,7 @@ class Desk:
 
     def close(self) -> None:
         """Stop; whoever waits gets nothing."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        _wind_up(self._changed, self._over)
 
     def _done(self) -> bool:
         return self.dead or not (self._urgent or self._errands or self._working)
@@ -116,7 +114,7 @@ class Desk:
             if known is not None:
                 self._known.move_to_end(text)
                 future.set_result(known)
-            elif self.dead or self._closed:
+            elif self.dead or self._over.is_set():
                 future.cancel()
             else:
                 self._coming[text] = future
@@ -131,7 +129,7 @@ class Desk:
         with self._changed:
             if not (self._urgent or self._may_run_errands()):
                 self._changed.wait(self._quiet / 4 if self._errands else self._quiet * 4)
-            if self._closed:
+            if self._over.is_set():
                 return False
             urgent = self._take_urgent()
             errand = None
@@ -200,7 +198,7 @@ class Desk:
             with self._changed:
                 urgent = self._take_urgent()
                 if not urgent:
-                    if self._closed or self._idle(queued):
+                    if self._over.is_set() or self._idle(queued):
                         return
                     self._changed.wait(self._quiet / 4)
             if urgent:
@@ -210,6 +208,8 @@ class Desk:
         try:
             found = self._embedder.encode(texts)
         except Exception:
+            if self._over.is_set():
+                return None  # the embedder ends first, and that is no fault of its
             self.counts["failed"] += 1
             self._failures += 1
             what = "and is not asked again" if self.dead else "this time"
@@ -225,8 +225,9 @@ def _work(reference: weakref.ref[Desk]) -> None:
         del desk
 
 
-def _wake(changed: threading.Condition) -> None:
+def _wind_up(changed: threading.Condition, over: threading.Event) -> None:
     with changed:
+        over.set()
         changed.notify_all()
 
 

@@ -17,7 +17,7 @@ from kvweave.config import FuzzyConfig
 from kvweave.errors import ConfigError
 from kvweave.fuzzy.donors import common_suffix
 from kvweave.fuzzy.index import SpanIndex
-from kvweave.fuzzy.paraphrase import question_of
+from kvweave.fuzzy.paraphrase import LEAST_SAVED, question_of
 from kvweave.fuzzy.passages import LONGEST, Cutter, Passage
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.fuzzy.semantic.desk import Desk
@@ -222,7 +222,7 @@ class SemanticProvider(FuzzyMatchProvider):
         after = common_suffix(ours[before:], theirs[before:])
         length = len(theirs) - before - after
         region = len(ours) - before - after
-        if not 1 <= length <= region:
+        if not LEAST_SAVED <= length <= region:
             return None
         end = sentence.end - after
         return Candidate(
