@@ -105,7 +105,8 @@ def test_facts_decide(world: SemanticWorld, monkeypatch: pytest.MonkeyPatch) -> 
         ("The big fee is 20 for a kid and quick.", "The large fee is 30 for a child and fast.")
     ]
     assert world.refused() == {"facts": 1}
-    [refusal] = world.cache.paraphrases.refusals
+    [refusal] = world.cache.declined(running.view.rid)
+    assert world.cache.declined("somebody else") == []
     assert (refusal.kind, refusal.reason) == ("facts", "20 is not 30")
     assert tiers(running) != []
     assert world.cache.stats().provider["paraphrase_facts"] == 1

@@ -35,6 +35,7 @@ def explored(backend: str = "fuzzy_match", **server: object) -> Iterator[httpx.C
         engine_config=config,
     )
     with running, running.client() as client:
+        client.cache = world.engine.cache
         if key := server.get("api_key"):
             client.headers["Authorization"] = f"Bearer {key}"
         yield client

@@ -5,6 +5,7 @@ from explorerkit import DOCUMENT, PAGE, ask, explored, look
 from serverkit import FakeEngine, RunningServer, eventually
 
 from kvweave.config import ServerConfig
+from kvweave.prefix.base import Declined
 from kvweave.prefix.registry import backend_names
 
 SECRET = "the vault opens at dusk "
@@ -84,6 +85,27 @@ def test_why_not_names_the_gate(before, prompt, more, gate):
         assert longest["donor"] == 1
         assert prompt[longest["start"] :].startswith(longest["excerpt"])
         assert before[longest["donor_start"] :].startswith(longest["excerpt"])
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_why_not_knows_what_was_refused_in_other_words(hidden):
+    with explored(explorer_hide_text=hidden) as client:
+        ask(client, "One. " + DOCUMENT)
+        prompt = "Read this: " + DOCUMENT + " It costs 20 a day."
+        ask(client, prompt, rid="words")
+        begin = prompt.index(" It costs")
+        moved = prompt.index(DOCUMENT) + 8
+        client.cache.paraphrases.refusals += [
+            Declined("words", begin, len(prompt), "facts", "20 is not 30"),
+            Declined("words", begin, len(prompt), "gone", "the next best is not there"),
+            Declined("words", moved, moved + 4, "facts", "something was served there"),
+            Declined("others", 0, 8, "facts", "somebody else asked"),
+        ]
+        [found] = look(client, "prompts/2/why-not")["other_words"]
+        assert (found["start"], found["length"], found["gate"]) == (begin, 19, "facts")
+        shown = {"reason": "20 is not 30", "excerpt": " It costs 20 a day."}
+        assert {key: found[key] for key in shown if key in found} == ({} if hidden else shown)
+        assert look(client, "prompts/1/why-not")["other_words"] == []
 
 
 def test_why_not_knows_what_was_evicted_and_what_is_approximate():

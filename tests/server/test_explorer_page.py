@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from explorerkit import DOCUMENT, ask, explored
 
+from kvweave.prefix.base import Declined
+
 pytestmark = pytest.mark.browser
 
 SHOTS = Path(__file__).parents[2] / "out" / "explorer"
@@ -36,6 +38,9 @@ def url():
         ask(client, f"You are a porter. {DOCUMENT} When does it leave? {EVIL}")
         ask(client, f"Another tenant reads: {DOCUMENT}", cache_salt="tenant")
         ask(client, f"Exactly: {DOCUMENT}", fuzzy=False, rid="<b>rid</b>")
+        client.cache.paraphrases.refusals.append(
+            Declined("<b>rid</b>", 9, 20, "facts", f"{EVIL} is not 30")
+        )
         ask(client, f"{EVIL} once", cache_salt="evil")
         ask(client, f"Then {EVIL} twice", cache_salt="evil", fuzzy=False)
         yield str(client.base_url)
@@ -119,6 +124,9 @@ def test_why_not_names_run_donor_and_gate(open_page, url):
     assert reason.locator(".gate").inner_text() == "exact-only"
     assert "Longest shared run" in reason.inner_text()
     assert DOCUMENT[:20] in reason.locator("blockquote").inner_text()
+    words = page.locator(".reasons").last
+    assert "11 tokens at 9." in words.inner_text()
+    assert f"facts {EVIL} is not 30." in words.inner_text()
     reason.get_by_role("link", name="prompt #1").click()
     page.locator(".lent").first.wait_for()
 

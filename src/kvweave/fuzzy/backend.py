@@ -22,7 +22,7 @@ from kvweave.fuzzy.refresh import choose
 from kvweave.fuzzy.verifiers import create_verifier
 from kvweave.kv.mover import KVMover, MoveRun
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import CacheOptions, CacheStats, Lease, Refusal, RequestView
+from kvweave.prefix.base import CacheOptions, CacheStats, Declined, Lease, Refusal, RequestView
 from kvweave.prefix.plan import Plan, Span
 from kvweave.prefix.radix import RadixCache, RadixLease
 
@@ -97,6 +97,9 @@ class FuzzyCache(RadixCache):
             **self._guard.stats(),
         }
         return counters
+
+    def declined(self, rid: str) -> list[Declined]:
+        return [each for each in self.paraphrases.refusals if each.rid == rid]
 
     def refusal(
         self, view: RequestView, exact: int, start: int, length: int, donor_start: int

@@ -16,7 +16,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from kvweave.fuzzy.passages import LONGEST, Cutter
 from kvweave.fuzzy.provider import Candidate
 from kvweave.fuzzy.verifiers import Bench
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import RequestView
+from kvweave.prefix.base import Declined, RequestView
 from kvweave.prefix.plan import Tier
 
 _log = logging.getLogger(__name__)
@@ -39,18 +38,7 @@ LEAST_SAVED = 4
 """Tokens that a run in other words has to save. Fewer are computed along with what stands around
 them, in the same step: to read other words for their sake would be a risk for nothing."""
 
-_REMEMBERED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Declined:
-    """Why a paraphrase was not served, for people: `kind` is what counters call it."""
-
-    rid: str
-    start: int
-    end: int
-    kind: str
-    reason: str
+_REMEMBERED = 256
 
 
 def question_of(view: RequestView) -> int:

@@ -147,6 +147,18 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Why other words were not lent for tokens `start` to `end` of the request `rid`: the kind is
+    what counters call it, the reason a sentence that may quote both texts."""
+
+    rid: str
+    start: int
+    end: int
+    kind: str
+    reason: str
+
+
 class PrefixCache(ABC):
     """Exact reuse of KV at a common prefix, and the base of what goes beyond it.
 
@@ -281,6 +293,10 @@ class PrefixCache(ABC):
         Its cost grows with `most` and `prompts`, not with the tree.
         """
         return None
+
+    def declined(self, rid: str) -> list[Declined]:
+        """What was proposed in other words for this request and refused, as far as remembered."""
+        return []
 
     def refusal(
         self, view: RequestView, exact: int, start: int, length: int, donor_start: int

@@ -24,7 +24,7 @@ from kvweave.server.explorer.views import (
     tree_view,
     why_not_view,
 )
-from kvweave.server.explorer.whynot import explain, view_of
+from kvweave.server.explorer.whynot import explain, other_words, view_of
 from kvweave.server.service import Service
 
 if TYPE_CHECKING:
@@ -87,8 +87,10 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
         record = _known(history, number)
         earlier = history.before(record)
         runs = await asyncio.to_thread(shared_runs, record, earlier, _REASONS_SHOWN)
-        explained = await _look(service, lambda engine: explain(engine, record, runs))
-        return why_not_view(explained, len(earlier), record, texts)
+        explained, declined = await _look(
+            service, lambda engine: (explain(engine, record, runs), other_words(engine, record))
+        )
+        return why_not_view(explained, declined, len(earlier), record, texts)
 
     @router.get("/api/tree")
     async def tree() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvweave.prefix.base import Declined
 from kvweave.prefix.outline import NodeOutline, TreeOutline
 from kvweave.server.explorer.donors import donor_of
 from kvweave.server.explorer.history import Record
@@ -89,9 +90,14 @@ def _block(
 
 
 def why_not_view(
-    explained: Iterable[Explained], compared: int, record: Record, texts: TokenTexts | None
+    explained: Iterable[Explained],
+    declined: Iterable[Declined],
+    compared: int,
+    record: Record,
+    texts: TokenTexts | None,
 ) -> dict[str, Any]:
-    """Shared runs that were computed all the same, and the gate that refused each."""
+    """Shared runs that were computed all the same, and the gate that refused each; and what was
+    not served in other words, with a reason where text may be shown: it quotes some."""
     runs = []
     for run, refusal in explained:
         entry: dict[str, Any] = {
@@ -103,10 +109,22 @@ def why_not_view(
             "reason": refusal.reason,
         }
         if texts is not None:
-            tokens = record.prompt[run.start : run.start + min(run.length, 40)]
-            entry["excerpt"] = "".join(pieces(texts, tokens.tolist()))
+            entry["excerpt"] = _excerpt(record, run.start, run.length, texts)
         runs.append(entry)
-    return {"compared": compared, "computed": record.counts["fresh"], "runs": runs}
+    words = []
+    for each in declined:
+        entry = {"start": each.start, "length": each.end - each.start, "gate": each.kind}
+        if texts is not None:
+            entry["reason"] = each.reason
+            entry["excerpt"] = _excerpt(record, each.start, entry["length"], texts)
+        words.append(entry)
+    computed = record.counts["fresh"]
+    return {"compared": compared, "computed": computed, "runs": runs, "other_words": words}
+
+
+def _excerpt(record: Record, start: int, length: int, texts: TokenTexts) -> str:
+    tokens = record.prompt[start : start + min(length, 40)]
+    return "".join(pieces(texts, tokens.tolist()))
 
 
 def tree_view(outline: TreeOutline, texts: TokenTexts | None) -> dict[str, Any]:

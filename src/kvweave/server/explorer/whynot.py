@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Refusal, RequestView
+from kvweave.prefix.base import Declined, Refusal, RequestView
 from kvweave.server.explorer.history import Record
 from kvweave.server.explorer.shared import SharedRun
 
@@ -30,6 +30,16 @@ class Explained(NamedTuple):
 def explain(engine: Engine, record: Record, runs: Sequence[SharedRun]) -> list[Explained]:
     """The first gate that each run meets. Runs on the engine's thread, and only looks."""
     return [Explained(run, _refusal(engine, record, run)) for run in runs]
+
+
+def other_words(engine: Engine, record: Record) -> list[Declined]:
+    """Where nothing was served in other words although some were proposed, and the first reason;
+    in order. Runs on the engine's thread, and only looks."""
+    found: dict[int, Declined] = {}
+    for each in engine.cache.declined(record.rid):
+        if not any(span.start < each.end and each.start < span.end for span in record.spans):
+            found.setdefault(each.start, each)
+    return [found[start] for start in sorted(found)]
 
 
 def _refusal(engine: Engine, record: Record, run: SharedRun) -> Refusal:

@@ -26,8 +26,9 @@ export function whyNot(prompt) {
 
 function reasons(found) {
   if (!found.compared) return [el("p", {}, "There was no earlier prompt to compare with.")];
+  const words = otherWords(found.other_words);
   if (!found.runs.length) {
-    return [el("p", {}, found.computed
+    return [...words, el("p", {}, found.computed
       ? `Of the ${tokens(found.computed)} that it computed, no run of 15 or more stands in any of the ${number(found.compared)} earlier prompts that are remembered.`
       : "It computed nothing that could have been lent.")];
   }
@@ -38,5 +39,14 @@ function reasons(found) {
       ` has at ${number(run.donor_start)}.`),
     run.excerpt ? el("blockquote", {}, run.excerpt, run.length > 40 ? " …" : "") : null,
     el("p", {}, el("span", { class: "gate" }, run.gate), " ", `${run.reason}.`)))),
-  ];
+  ...words];
+}
+
+function otherWords(declined) {
+  if (!declined.length) return [];
+  return [el("p", {}, "Proposed in other words, and refused:"),
+    el("ol", { class: "reasons" }, declined.map((words) => el("li", {},
+      el("p", {}, `${tokens(words.length)} at ${number(words.start)}.`),
+      words.excerpt ? el("blockquote", {}, words.excerpt, words.length > 40 ? " …" : "") : null,
+      el("p", {}, el("span", { class: "gate" }, words.gate), words.reason ? ` ${words.reason}.` : ""))))];
 }
