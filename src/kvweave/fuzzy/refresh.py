@@ -64,7 +64,7 @@ SEAMS = "seams"
 STRATEGIES = {
     "mix": Strategy(
         question=0.75,
-        stops=(Stop(1 / 15, 3.3), Stop(1 / 6, 1.3), Stop(0.3), Stop(0.5, 0.7), Stop(5 / 6, 0.3)),
+        stops=(Stop(1 / 15, 2.5), Stop(1 / 6, 1.3), Stop(0.3), Stop(0.5, 0.7), Stop(5 / 6, 0.3)),
     ),
     "deviation": Strategy(stops=(Stop(0),)),
     "question": Strategy(question=1.0),
