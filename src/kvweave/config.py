@@ -134,7 +134,9 @@ class FuzzyConfig:
         0.25, "Most of a prompt that may be served in other words; 0: none of it."
     )
     fuzzy_semantic_budget_ms: float = _flag(
-        25.0, "Time that a prompt may wait for meanings to be compared, where that may help it."
+        25.0,
+        "Time that a prompt may wait for meanings to be compared, where that may help it; as much "
+        "again for a verifier.",
     )
     fuzzy_verifier: str = _flag(
         "none", "Who else may object to what is served in other words.", choices="verifiers"

@@ -84,6 +84,15 @@ def test_a_word_or_two_are_not_worth_it(world: SemanticWorld) -> None:
         world.finish(running)
 
 
+def test_nor_are_they_waited_for_between_moved_text(world: SemanticWorld) -> None:
+    world.teach(prompt("A child requires a passport for it."))
+    for sentence, compared in (("A kid needs a passport for it.", 0), ("A kid needs a card.", 1)):
+        running = world.ask(story(3, 2) + " " + prompt(sentence))
+        assert len(running.lease.plan.spans) >= 2
+        assert world.provider.stats()["compared"] == compared
+        world.finish(running)
+
+
 def test_a_longer_donor_is_not_cut(world: SemanticWorld) -> None:
     world.teach(prompt("A child really requires a large passport for the journey."))
     assert world.said(world.ask(prompt(ASKED))) == []

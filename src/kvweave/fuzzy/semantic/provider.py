@@ -189,9 +189,10 @@ class SemanticProvider(FuzzyMatchProvider):
         first = max(0, begin - LONGEST)
         text = view.tokens[first : end + LONGEST]
         for at, passage in enumerate(self._cutter.cut(text, first)):
-            touches = passage.start < end and begin < passage.end <= question
+            computed = min(passage.end, end) - max(passage.start, begin)
+            worth_it = computed >= LEAST_SAVED and passage.end <= question
             cut_off = at == 0 and first > 0
-            if not touches or cut_off or not _SHORTEST <= passage.end - passage.start <= LONGEST:
+            if not worth_it or cut_off or not _SHORTEST <= passage.end - passage.start <= LONGEST:
                 continue
             # What is there word for word needs no other words.
             if not self.index.knows(view.namespace, view.tokens[passage.start : passage.end]):
