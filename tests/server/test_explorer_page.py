@@ -163,6 +163,7 @@ def test_a_backend_without_a_tree_says_so(open_page):
 
 def test_the_overview_draws_each_prompt_and_leads_to_it(open_page, url):
     page = open_page(url)
+    page.locator("circle.dot").nth(5).wait_for()
     assert page.locator("circle.dot").count() == 6
     shot(page, "overview")
     page.locator("circle.dot").nth(1).click()
