@@ -47,8 +47,10 @@ check: install
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 
+# The browser has a process of its own: what drives it owns that process's event loop.
 unit: model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not browser"
+	$(BIN)/python -m pytest -m browser
 
 test: check unit
 
