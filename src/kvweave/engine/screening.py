@@ -15,6 +15,7 @@ import torch
 
 from kvweave.engine.attention.base import LayerCall
 from kvweave.engine.batch import ForwardBatch, LongArray, Screening
+from kvweave.fuzzy.donors import slots_of
 from kvweave.fuzzy.refresh import STRATEGIES
 from kvweave.kv.tensors import KVTensors
 
@@ -70,15 +71,14 @@ class _Seen:
         first, end = (int(at) for at in batch.query_start[row : row + 2])
         first = max(first, end - _ASKING)
         at = torch.from_numpy(batch.positions[first:end])
-        span = np.arange(int(batch.positions[end - 1]) + 1)
+        count = int(batch.positions[end - 1]) + 1
         table = batch.pages[batch.page_start[row] : batch.page_start[row + 1]]
-        slots = table[span // batch.page_size].astype(np.int64) * batch.page_size
-        slots += span % batch.page_size
+        slots = slots_of(table, batch.page_size, 0, count)
         return cls(
             slice(first, end),
-            (at[:, None] - torch.from_numpy(span)).to(device),
-            torch.from_numpy(slots).to(device),
-            torch.zeros(len(span), device=device),
+            (at[:, None] - torch.arange(count)).to(device),
+            torch.from_numpy(slots).long().to(device),
+            torch.zeros(count, device=device),
         )
 
     def add(self, query: torch.Tensor, keys: torch.Tensor, call: LayerCall) -> None:

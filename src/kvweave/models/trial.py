@@ -28,12 +28,8 @@ def run_trial(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> int:
 
     Raises UnsupportedModelError, as the end of a sentence about the model, where they differ.
     """
-    device = model.device
-    vocab = model.config.get_text_config().vocab_size
-    ids = torch.arange(1, sum(_ROWS) + 1, device=device) * 7919 % vocab
-    positions = torch.cat([torch.arange(n, device=device) for n in _ROWS])
-    rows = ids.split(_ROWS)
-    ends = torch.tensor(_ROWS, device=device).cumsum(0)
+    ids, positions, ends = _packed_rows(model)
+    rows = torch.split(ids, list(_ROWS))
     with torch.inference_mode():
         alone = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         dense = _DensePacked(layouts, [0, *ends.tolist()])
@@ -63,12 +59,8 @@ def narrows(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> bool:
     The first row drops out after the first layer; the others must be answered as if it had not.
     For a model that `hook.prepare` has seen and `run_trial` has passed.
     """
-    device = model.device
-    vocab = model.config.get_text_config().vocab_size
     total, gone = sum(_ROWS), _ROWS[0]
-    ids = torch.arange(1, total + 1, device=device) * 7919 % vocab
-    positions = torch.cat([torch.arange(n, device=device) for n in _ROWS])
-    ends = torch.tensor(_ROWS, device=device).cumsum(0)
+    ids, positions, ends = _packed_rows(model)
     dense = _DensePacked(layouts, [0, *ends.tolist()])
     at = ends[1:] - 1
 
@@ -103,6 +95,15 @@ def narrows(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> bool:
     return len(dense.rows) < len(_ROWS) and bool(
         error < _TOLERANCE.get(model.dtype, _TOLERANCE_NARROW)
     )
+
+
+def _packed_rows(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows that are tried, one after another: token ids and positions (T), ends (rows)."""
+    lengths = torch.tensor(_ROWS, device=model.device)
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.arange(1, sum(_ROWS) + 1, device=model.device) * 7919 % vocab
+    positions = torch.cat([torch.arange(n, device=model.device) for n in _ROWS])
+    return ids, positions, lengths.cumsum(0)
 
 
 class _DensePacked:
