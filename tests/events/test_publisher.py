@@ -16,7 +16,7 @@ from kvweave.events import publisher as publishing
 from kvweave.events.follower import EventFollower
 from kvweave.events.publisher import ZmqPublisher
 from kvweave.events.settings import EventsConfig
-from kvweave.events.wire import decode_batch
+from kvweave.events.wire import decode_batch, encode_batch
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 ANYWHERE = "tcp://127.0.0.1:0"
@@ -243,6 +243,20 @@ def test_a_follower_notices_that_the_publisher_began_anew(open_publisher, replay
     assert stored(1) not in new
     assert (stored(2) in new) or not replay
     follower.close()
+
+
+def test_a_batch_that_nobody_can_read_costs_what_was_known_and_nothing_else():
+    socket = zmq.Context.instance().socket(zmq.XPUB)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    follower = EventFollower(f"tcp://127.0.0.1:{port}")
+    socket.recv()  # the subscription is here: nothing that is sent now gets lost
+    payloads = [encode_batch([stored(1)], 5.0), b"\xc1", encode_batch([stored(2)], 6.0)]
+    for number, payload in enumerate(payloads):
+        socket.send_multipart((b"", number.to_bytes(8, "big"), payload))
+    events = until(follower, lambda events: stored(2) in events)
+    assert events == [stored(1), AllBlocksCleared(), stored(2)]
+    follower.close()
+    socket.close(linger=0)
 
 
 def test_an_address_in_use_is_refused_in_words(open_publisher):

@@ -1,11 +1,12 @@
 """Follows a publisher from another process, kvweave's or any that speaks as vLLM and SGLang do.
 
 Whoever applies the events in order knows which blocks the publisher's cache holds, or fewer: where
-batches are lost for good, an AllBlocksCleared stands in their place.
+batches are lost for good, or cannot be read, an AllBlocksCleared stands in their place.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import zmq
 
 from kvweave.events.wire import Batch, decode_batch
 from kvweave.prefix.events import AllBlocksCleared, KVEvent
+
+logger = logging.getLogger("kvweave.events")
 
 _LAST = 2**64 - 1
 """The number -1, read without its sign."""
@@ -65,16 +68,16 @@ class EventFollower:
         return bool(poller.poll(round(seconds * 1000)))
 
     def drain(self) -> list[KVEvent]:
-        """What became known since the last call, in order. ValueError if it is no batch."""
+        """What became known since the last call, in order."""
         events: list[KVEvent] = []
         if self._replay is not None:
             for number, payload in _arrived(self._replay):
                 if number == _LAST:
                     self._deadline = None
                 elif number >= self._next:
-                    self._apply(number, decode_batch(payload), events)
+                    self._apply(number, self._read(payload), events)
         for number, payload in _arrived(self._live):
-            self._held.append((number, decode_batch(payload)))
+            self._held.append((number, self._read(payload)))
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._deadline = None
         while self._held and self._deadline is None:
@@ -85,6 +88,14 @@ class EventFollower:
         self._live.close(linger=0)
         if self._replay is not None:
             self._replay.close(linger=0)
+
+    def _read(self, payload: bytes) -> Batch:
+        """The batch; one that nobody can read may have removed anything."""
+        try:
+            return decode_batch(payload)
+        except ValueError as error:
+            logger.warning("%s; what this cache holds is learnt anew", error)
+            return Batch(self._time, [AllBlocksCleared()])
 
     def _go_on(self, events: list[KVEvent]) -> None:
         """Apply the oldest batch held, or ask for those before it."""
