@@ -12,7 +12,7 @@ import numpy as np
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import RequestView
+from kvweave.prefix.lease import RequestView
 
 MARK = 1  # the token that stands before every document
 HEAD = 16  # so many tokens behind it name the document

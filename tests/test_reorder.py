@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import CacheOptions, Namespace, PrefixCache, RequestView
+from kvweave.prefix.base import CacheOptions, PrefixCache
+from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.registry import create_cache
 from kvweave.reorder import (
     CachedPrefixes,

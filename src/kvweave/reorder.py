@@ -20,7 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace, PrefixCache, RequestView
+from kvweave.prefix.base import PrefixCache
+from kvweave.prefix.lease import Namespace, RequestView
 
 
 class Prefixes(Protocol):

@@ -15,8 +15,8 @@ from test_engine_fuzz import random_request
 from test_engine_fuzzy import DOCUMENT, fuzzy_world, wrapped
 
 from kvweave.cluster.overlap import Keying, Overlap, PromptKeys, ReplicaView
-from kvweave.prefix.base import Namespace, RequestView
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvweave.prefix.lease import Namespace, RequestView
 
 
 class Sink:

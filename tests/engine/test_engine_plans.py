@@ -9,7 +9,8 @@ import pytest
 from enginekit import OracleRunner, World, make_world, oracle_answer, prompt, request
 
 from kvweave.kv.pool import PagePool
-from kvweave.prefix.base import CacheOptions, Lease, RequestView
+from kvweave.prefix.base import CacheOptions
+from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.plan import Plan, Span
 from kvweave.prefix.radix import RadixCache
 

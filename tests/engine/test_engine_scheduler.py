@@ -8,7 +8,7 @@ from enginekit import make_world, oracle_answer, prompt, request
 from kvweave.engine.request import RequestGroup, Sequence
 from kvweave.engine.types import GenerateRequest
 from kvweave.engine.waiting import PATIENCE, WaitingQueue
-from kvweave.prefix.base import Namespace
+from kvweave.prefix.lease import Namespace
 
 
 def sequence(arrival: int, priority: int = 0) -> Sequence:

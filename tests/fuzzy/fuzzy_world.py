@@ -17,7 +17,8 @@ from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.mover import MoveRun
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import CacheOptions, Lease, Namespace, RequestView
+from kvweave.prefix.base import CacheOptions
+from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.prefix.node import upwards
 
 SMALL = FuzzyConfig(

@@ -11,8 +11,9 @@ from fuzzy_world import HERE, SMALL, Running, SlotMover, World, joined, text
 from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.pool import PagePool
-from kvweave.prefix.base import CacheOptions, Namespace
+from kvweave.prefix.base import CacheOptions
 from kvweave.prefix.events import BlockStored
+from kvweave.prefix.lease import Namespace
 from kvweave.prefix.plan import Tier
 
 

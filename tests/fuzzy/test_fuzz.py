@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fuzzy_world import SMALL, Running, World
 
-from kvweave.prefix.base import Namespace
+from kvweave.prefix.lease import Namespace
 
 NAMESPACES = [Namespace("m"), Namespace("m", salt=""), Namespace("m", salt="a")]
 

@@ -19,7 +19,7 @@ from kvweave.fuzzy.guard import Guard, LentDonors
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.fuzzy.worker import LateError, Worker
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace, RequestView
+from kvweave.prefix.lease import Namespace, RequestView
 
 VIEW = RequestView("r", np.arange(100, dtype=np.int32), Namespace("m"))
 

@@ -17,7 +17,7 @@ from kvweave.fuzzy.index import SpanIndex
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
 from kvweave.fuzzy.sweep import DOORS_TRIED
-from kvweave.prefix.base import Namespace, RequestView
+from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.tree import RadixTree
 
 

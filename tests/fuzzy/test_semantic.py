@@ -12,7 +12,7 @@ from semantic_world import QUESTION, SEMANTIC, SemanticWorld, story
 from kvweave.config import FuzzyConfig, validate
 from kvweave.errors import ConfigError
 from kvweave.fuzzy.semantic import provider as semantic
-from kvweave.prefix.base import Namespace
+from kvweave.prefix.lease import Namespace
 from kvweave.prefix.plan import Tier
 
 HEAD, TAIL = story(1), story(2)

@@ -17,7 +17,7 @@ from kvweave.fuzzy.semantic.desk import Desk
 from kvweave.fuzzy.semantic.embedders import embedder_names
 from kvweave.fuzzy.semantic.process import EmbedderProcess
 from kvweave.fuzzy.semantic.vectors import Entry, VectorIndex
-from kvweave.prefix.base import Namespace
+from kvweave.prefix.lease import Namespace
 
 # Passages.
 

@@ -26,7 +26,7 @@ from semantic_world import SEMANTIC, SemanticWorld, story
 from kvweave.errors import ConfigError
 from kvweave.fuzzy import semblend
 from kvweave.fuzzy.semblend import SemblendProvider
-from kvweave.prefix.base import Namespace
+from kvweave.prefix.lease import Namespace
 from kvweave.prefix.plan import Tier
 
 CONFIG = replace(SEMANTIC, fuzzy_provider="semblend")

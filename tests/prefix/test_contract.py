@@ -7,7 +7,7 @@ import pytest
 from world import MakeWorld, World, text
 
 from kvweave.errors import IntegrityError
-from kvweave.prefix.base import Namespace
+from kvweave.prefix.lease import Namespace
 
 # Matching.
 

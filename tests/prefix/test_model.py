@@ -9,8 +9,8 @@ import pytest
 from world import NS, Client, World
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace, RequestView
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvweave.prefix.lease import Namespace, RequestView
 
 SEEDS = range(9)
 OPERATIONS = 2_000

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import NS, World, tokens_of
 
-from kvweave.prefix.base import RequestView
+from kvweave.prefix.lease import RequestView
 
 
 def letters(word: str) -> list[int]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from world import NS, World, tokens_of
 
-from kvweave.prefix.base import Namespace
+from kvweave.prefix.lease import Namespace
 from kvweave.prefix.plan import Plan, Span
 from kvweave.prefix.registry import backend_names
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvweave.kv.mover import MoveRun
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import CacheOptions, Namespace, RequestView
+from kvweave.prefix.base import CacheOptions
+from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.registry import create_cache
 
 NS = Namespace("model")

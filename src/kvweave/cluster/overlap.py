@@ -16,9 +16,9 @@ import numpy as np
 
 from kvweave.fuzzy.hashing import window_hashes
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace
 from kvweave.prefix.chain import namespace_seed, page_hashes
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvweave.prefix.lease import Namespace
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from kvweave.errors import (
     OverloadedError,
     RequestError,
 )
-from kvweave.prefix.base import Namespace
+from kvweave.prefix.lease import Namespace
 from kvweave.reorder import CachedPrefixes
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from kvweave.engine.scheduler import Row
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import ForwardInterruptedError
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace, RequestView
 from kvweave.prefix.eviction import Key
+from kvweave.prefix.lease import Namespace, RequestView
 
 logger = logging.getLogger("kvweave.engine")
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvweave.engine.types import GenerateRequest
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Lease, Namespace, RequestView
+from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.prefix.plan import BoolArray, Plan, Tier
 
 

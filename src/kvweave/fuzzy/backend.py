@@ -22,7 +22,8 @@ from kvweave.fuzzy.refresh import choose
 from kvweave.fuzzy.verifiers import create_verifier
 from kvweave.kv.mover import KVMover, MoveRun
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import CacheOptions, CacheStats, Declined, Lease, Refusal, RequestView
+from kvweave.prefix.base import CacheOptions, CacheStats, Declined, Refusal
+from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.plan import Plan, Span
 from kvweave.prefix.radix import RadixCache, RadixLease
 

@@ -14,7 +14,7 @@ import numpy as np
 from kvweave.errors import IntegrityError
 from kvweave.fuzzy.provider import Candidate, PublishedRun
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import RequestView
+from kvweave.prefix.lease import RequestView
 from kvweave.prefix.node import Node, common_prefix, upwards
 from kvweave.prefix.tree import RadixTree
 

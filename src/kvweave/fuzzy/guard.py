@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.fuzzy.worker import LateError, Worker
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import RequestView
+from kvweave.prefix.lease import RequestView
 
 _log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from kvweave.fuzzy.hashing import block_hashes, window_hashes
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.fuzzy.sweep import DOORS_TRIED, runs_through
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import RequestView
 from kvweave.prefix.chain import namespace_seed
+from kvweave.prefix.lease import RequestView
 
 
 class SpanIndex(FuzzyMatchProvider):

@@ -18,8 +18,8 @@ from kvweave.fuzzy.doors import DoorTable
 from kvweave.fuzzy.hashing import HashArray, block_hashes, window_hashes
 from kvweave.fuzzy.sweep import DOORS_TRIED, runs_through
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Lease, RequestView
 from kvweave.prefix.chain import namespace_seed
+from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.node import common_prefix
 
 _LEAST_SPANS, _LEAST_SHARE = 4, 0.25

@@ -26,7 +26,8 @@ from kvweave.fuzzy.passages import LONGEST, Cutter
 from kvweave.fuzzy.provider import Candidate
 from kvweave.fuzzy.verifiers import Bench
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Declined, RequestView
+from kvweave.prefix.base import Declined
+from kvweave.prefix.lease import RequestView
 from kvweave.prefix.plan import Tier
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol
 
 from kvweave.config import FuzzyConfig
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace, RequestView
+from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.plan import Tier
 
 

@@ -25,8 +25,8 @@ from kvweave.config import FuzzyConfig
 from kvweave.errors import ConfigError
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace, RequestView
 from kvweave.prefix.chain import namespace_seed
+from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.plan import Tier
 
 _log = logging.getLogger(__name__)

@@ -12,100 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from kvweave.config import FuzzyConfig
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.events import KVEvent
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.plan import Plan
+from kvweave.prefix.lease import Lease, RequestView
 
 if TYPE_CHECKING:
     from kvweave.prefix.outline import TreeOutline
-
-
-@dataclass(frozen=True, slots=True)
-class Namespace:
-    """What must be equal for two requests to share KV; nothing is ever shared across two.
-
-    Typed fields, never one joined string: ("ab", "c") is not ("a", "bc"), and no salt is not "".
-    `model` names identity, revision, dtype and KV layout.
-    """
-
-    model: str
-    adapter: str | None = None
-    salt: str | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RequestView:
-    """What a cache may know of a request.
-
-    `tokens` (int32) are all tokens known so far: the prompt, and the output too when a preempted
-    request comes back. `max_exact` bounds the exact prefix in tokens (0: compute everything, as
-    prompt logprobs need); None leaves it to the cache. `fuzzy` False forbids anything approximate;
-    `refresh` is the share of it to compute again, None the configured one. From position
-    `protected_from` on, where the last question begins, nothing may be served in other words; None:
-    nobody knows where that is, and the cache is careful.
-    """
-
-    rid: str
-    tokens: IntArray
-    namespace: Namespace
-    priority: int = 0
-    max_exact: int | None = None
-    fuzzy: bool = True
-    protected_from: int | None = None
-    refresh: float | None = None
-
-
-class Lease:
-    """A request's claim on pages and on a place in the cache.
-
-    `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`. It is the only block table
-    there is: whoever needs page ids reads them here in the step that uses them, since publishing
-    may replace pages by canonical ones. Backends subclass it for what they must remember.
-    """
-
-    __slots__ = ("_buffer", "_length", "namespace", "plan", "priority", "published", "rid")
-
-    def __init__(self, view: RequestView, plan: Plan, pages: IntArray) -> None:
-        self.rid = view.rid
-        self.namespace = view.namespace
-        self.priority = view.priority
-        self.plan = plan
-        self.published = plan.exact
-        """Tokens already handed to the cache (or taken from it); a multiple of the page size."""
-        self._buffer = np.empty(max(16, 2 * len(pages)), np.int32)
-        self._buffer[: len(pages)] = pages
-        self._length = len(pages)
-
-    @property
-    def pages(self) -> IntArray:
-        """A view, valid until the next call that grows, publishes or releases."""
-        return self._buffer[: self._length]
-
-    def append(self, pages: IntArray) -> None:
-        """For caches only: add owned pages behind the last."""
-        need = self._length + len(pages)
-        if need > len(self._buffer):
-            grown = np.empty(max(need, 2 * len(self._buffer)), np.int32)
-            grown[: self._length] = self.pages
-            self._buffer = grown
-        self._buffer[self._length : need] = pages
-        self._length = need
-
-    def replace(self, first: int, pages: IntArray) -> None:
-        """For caches only: converge to canonical pages from index `first` on."""
-        self._buffer[first : first + len(pages)] = pages
-
-    def truncate(self, length: int) -> None:
-        """For caches only: forget all but the first `length` pages."""
-        self._length = length
-
-    def clear(self) -> None:
-        """For caches only: the lease holds nothing any more."""
-        self._length = 0
 
 
 @dataclass(frozen=True, slots=True)

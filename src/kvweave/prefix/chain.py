@@ -13,7 +13,7 @@ from typing import TypeAlias
 import xxhash
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace
+from kvweave.prefix.lease import Namespace
 
 Hasher: TypeAlias = Callable[[bytes, int], int]
 """From bytes and a 64-bit seed to a 64-bit hash."""

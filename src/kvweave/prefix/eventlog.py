@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace
 from kvweave.prefix.chain import namespace_seed, page_hashes
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvweave.prefix.lease import Namespace
 from kvweave.prefix.node import Node
 
 

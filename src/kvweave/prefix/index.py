@@ -14,9 +14,9 @@ import numpy as np
 
 from kvweave.errors import IntegrityError
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace
 from kvweave.prefix.chain import Hasher, namespace_seed, page_hashes, xxh3
 from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
+from kvweave.prefix.lease import Namespace
 
 NO_PARENT = -1
 """Parent of a prompt's first page."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace
 from kvweave.prefix.eviction import LOWEST
+from kvweave.prefix.lease import Namespace
 
 
 class Node:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace, RequestView
+from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.node import Node, upwards
 from kvweave.prefix.tree import RadixTree
 

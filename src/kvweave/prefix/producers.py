@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Lease, Namespace, RequestView
+from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.prefix.node import common_prefix
 
 

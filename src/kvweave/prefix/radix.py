@@ -9,10 +9,11 @@ import numpy as np
 
 from kvweave.errors import IntegrityError
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import CacheOptions, Lease, PrefixCache, RequestView
+from kvweave.prefix.base import CacheOptions, PrefixCache
 from kvweave.prefix.eventlog import TreeEvents
 from kvweave.prefix.events import KVEvent
 from kvweave.prefix.eviction import Key
+from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.node import Node
 from kvweave.prefix.outline import TreeOutline, outline
 from kvweave.prefix.plan import Plan

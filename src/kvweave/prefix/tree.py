@@ -13,8 +13,8 @@ import numpy as np
 
 from kvweave.errors import IntegrityError
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace
 from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
+from kvweave.prefix.lease import Namespace
 from kvweave.prefix.node import Node, Place, common_prefix, grown, shrunk, upwards
 
 

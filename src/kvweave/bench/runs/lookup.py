@@ -17,7 +17,7 @@ from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.index import SpanIndex
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace, RequestView
+from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.tree import RadixTree
 
 _PAGE = 16

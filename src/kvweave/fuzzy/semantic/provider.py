@@ -25,7 +25,7 @@ from kvweave.fuzzy.semantic.embedders import Embedder, Vectors
 from kvweave.fuzzy.semantic.process import EmbedderProcess
 from kvweave.fuzzy.semantic.vectors import Entry, VectorIndex
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace, RequestView
+from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.node import common_prefix
 from kvweave.prefix.plan import Tier
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from kvweave.fuzzy.semantic.embedders import Vectors
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace
 from kvweave.prefix.chain import namespace_seed
+from kvweave.prefix.lease import Namespace
 
 
 @dataclass(frozen=True, slots=True, eq=False)

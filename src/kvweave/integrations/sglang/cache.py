@@ -32,7 +32,7 @@ from kvweave.integrations.sglang.mirror import Mirror, as_tokens
 from kvweave.integrations.sglang.mover import PoolMover, SlotRun
 from kvweave.integrations.sglang.requests import may_be_moved, namespace_of
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Namespace, RequestView
+from kvweave.prefix.lease import Namespace, RequestView
 
 _log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from kvweave.fuzzy.index import SpanIndex
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import Namespace, RequestView
 from kvweave.prefix.chain import namespace_seed
+from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.node import Node
 from kvweave.prefix.tree import RadixTree
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvweave.prefix.base import Namespace
+from kvweave.prefix.lease import Namespace
 
 OPT_OUT = "kvweave_fuzzy"
 """`"custom_params": {"kvweave_fuzzy": false}` among the sampling parameters keeps one exact."""

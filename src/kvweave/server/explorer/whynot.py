@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import Declined, Refusal, RequestView
+from kvweave.prefix.base import Declined, Refusal
+from kvweave.prefix.lease import RequestView
 from kvweave.server.explorer.history import Record
 from kvweave.server.explorer.shared import SharedRun
 
