@@ -1,13 +1,24 @@
-"""Made-up countries and solved problems where bench quality looks for real ones."""
+"""Made-up countries, solved problems and pairs of questions where benches look for real ones."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from kvweave.bench.quality import control
+from kvweave.bench.quality import control, reworded
+
+
+class Letters:
+    """Directions by how often each letter occurs."""
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        counts = np.array(
+            [[text.lower().count(chr(97 + at)) for at in range(26)] for text in texts], np.float32
+        )
+        return counts / np.linalg.norm(counts, axis=1, keepdims=True)
 
 
 def keep_texts(cache: Path) -> None:
@@ -39,3 +50,17 @@ def keep_texts(cache: Path) -> None:
         for answer in ("6", "5", "39")
     ]
     keep(control.EXAMPLES, examples)
+    pairs = [
+        {"title": str(at), "body": one, "facts": {"other": other}}
+        for at, (one, other) in enumerate(_PAIRS)
+    ]
+    keep(reworded.SOURCE, pairs)
+
+
+_PAIRS = (
+    ("When do people buy the ticket before term starts?",
+     "When do people purchase the ticket before term begins?"),
+    ("When do people buy the ticket?", "When do people not buy the ticket?"),
+    ("Where does a fast trip begin?", "Where does a quick journey start?"),
+)  # fmt: skip
+"""The second does not say the same."""

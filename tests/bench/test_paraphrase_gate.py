@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
+from quality_texts import Letters
 from rich.console import Console
 
 from kvweave.bench.base import BenchOptions
@@ -21,21 +20,14 @@ PAIRS = [
     ("paraphrase", "How do I cancel my plan?", "How can I cancel my plan?"),
     ("near_repeat", "Track order 48213.", "track order 48213"),
     ("near_repeat", "Is it open on Monday?", "xyz"),
+    ("paraphrase", "When does the autumn term start?", "When does the autumn term begin?"),
+    ("paraphrase", "Which vacation is cheaper?", "Which holiday is cheaper?"),
+    ("entity_swap", "Does the bus to Berlin stop here?", "Does the bus to Vienna stop here?"),
 ]
 
 
-class Letters:
-    """Directions by how often each letter occurs."""
-
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        counts = np.array(
-            [[text.lower().count(chr(97 + at)) for at in range(26)] for text in texts], np.float32
-        )
-        return counts / np.linalg.norm(counts, axis=1, keepdims=True)
-
-
 def test_each_gate_is_counted_on_the_same_pairs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVWEAVE_CACHE", str(tmp_path))
     (tmp_path / "texts").mkdir()
@@ -46,14 +38,23 @@ def test_each_gate_is_counted_on_the_same_pairs(
     kept = {"source": "fow-cache", "origin": "fow-cache 0", "licence": "test", "texts": texts}
     (tmp_path / "texts" / "fow-cache.json").write_text(json.dumps(kept))
     monkeypatch.setattr(paraphrase_gate, "make_embedder", lambda name: Letters())
-    report = run_bench("paraphrase-gate", BenchOptions(), console=Console(file=io.StringIO()))
+    monkeypatch.setattr("kvweave.fuzzy.semantic.provider.EmbedderProcess", lambda name: Letters())
+    monkeypatch.setattr("kvweave.fuzzy.semantic.desk._QUIET", 0.02)
+    options = BenchOptions(model=model)
+    report = run_bench("paraphrase-gate", options, console=Console(file=io.StringIO()))
     found = {(row.metric, row.arm): (row.value, row.n) for row in report.rows}
-    assert found["false_serves", "cosine"] == (2, 2)
-    assert found["false_serves", "facts"] == (0, 2)
-    assert found["paraphrases_served", "facts"] == (1, 1)
+    assert found["false_serves", "cosine"] == (3, 3)
+    assert found["false_serves", "facts"] == (0, 3)
+    assert found["paraphrases_served", "facts"] == (3, 3)
     assert found["near_repeats_served", "cosine"] == (1, 2)
     assert found["near_repeats_served", "facts"] == (1, 2)
-    assert found["false_serves", "cosine, none false"] == (0, 2)
+    assert found["false_serves", "cosine, none false"] == (0, 3)
+    # As prompts, only what differs in four tokens or more, whichever is the donor's; here, a token
+    # is a letter.
+    assert found["false_serves_in_prompts", "cosine"] == (1, 3)
+    assert found["false_serves_in_prompts", "facts"] == (0, 3)
+    assert found["paraphrases_served_in_prompts", "facts"] == (2, 3)
+    assert found["near_repeats_served_in_prompts", "facts"] == (1, 2)
+    assert found["tokens_in_prompts", "facts"] == (len("holiday"), 3)
     assert found["microseconds_per_pair", "facts"][1] == 5 * len(PAIRS)
     assert report.machine["texts"] == {"fow-cache": "fow-cache 0"}
-    assert report.model is None

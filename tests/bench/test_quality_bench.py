@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from quality_texts import keep_texts
+from quality_texts import Letters, keep_texts
 from rich.console import Console
 
 from kvweave.bench.base import BenchOptions
@@ -52,6 +52,31 @@ def test_rows_and_page_come_out_of_one_run(
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert page.count("</i>unrotated/0</th>") == 2
     assert "near-duplicate/copy/0" in shown.getvalue()
+
+
+def test_other_words_are_measured_with_and_without_on_the_same_prompts(
+    model: str,
+    make_corpus: Callable[[int], Corpus],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_corpus(0)
+    keep_texts(tmp_path)
+    monkeypatch.setattr("kvweave.fuzzy.semantic.provider.EmbedderProcess", lambda name: Letters())
+    monkeypatch.setattr("kvweave.fuzzy.semantic.desk._QUIET", 0.02)
+    names = ["paraphrase-fact", "paraphrase-fact-moved", "paraphrase-fact-alone"]
+    options = BenchOptions(model=model, n=2, quick=True, cells=",".join(names), arms="copy/0")
+    report = run_bench("quality", options, console=Console(file=io.StringIO()))
+    values = {(row.metric, row.arm.split("/")[0]): row.value for row in report.rows}
+    whole, moved, alone = names
+    assert [values["paraphrased", name] for name in names] == [1, 0, 1]
+    assert values["reused_share", whole] == values["reused_share", alone]
+    assert values["reused_share", moved] == pytest.approx(
+        values["reused_share", whole] - values["paraphrased_share", whole]
+    )
+    # Against cold answers, and against those from what was only moved.
+    assert 0 < values["kl_mean", alone] != values["kl_mean", whole]
+    assert values["kl_mean", moved] > 0
 
 
 @pytest.mark.parametrize(

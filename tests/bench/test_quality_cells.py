@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from quality_texts import keep_texts
 
+from kvweave.bench.quality import reworded
 from kvweave.bench.quality.cells import CELLS, choose_cells
 from kvweave.bench.quality.chat import Chat
 from kvweave.bench.quality.decoys import FACTS
@@ -18,9 +19,10 @@ from kvweave.bench.workloads.corpus import Corpus
 from kvweave.bench.workloads.oracle import shared_positions, shared_share
 from kvweave.engine.selfcheck.agreement import words
 from kvweave.errors import KvweaveError
+from kvweave.fuzzy.facts import differing
 from kvweave.kv.pool import IntArray
 
-BUILDERS = {cell.name: cell.build for cell in CELLS}
+BUILDERS = {cell.name: cell.build for cell in CELLS if not cell.like}
 
 
 class Words:
@@ -186,6 +188,38 @@ def test_unrelated_prompts_share_their_examples_and_no_run_beyond(
     for at, prompt in enumerate(prompts):
         others = [other[common:] for number, other in enumerate(prompts) if number != at]
         assert not shared_positions(prompt[common:], others).any()
+
+
+def test_the_fact_that_is_asked_for_stands_in_other_words_in_the_donor(
+    make_writer: Callable[[int], Writer], tokenizer: Words
+) -> None:
+    seen = set()
+    for case in series(make_writer, "paraphrase-fact", 12):
+        (donor,) = case.donors
+        ours, theirs = tokenizer.text(case.recipient), tokenizer.text(donor)
+        assert case.gold is not None
+        stated = [tokenizer.text_of(each.format(name=NAME, value=case.gold)) for each in STATED]
+        pattern = re.compile("|".join(map(re.escape, stated)).replace(NAME, r"Land\d+"))
+        [in_prompt], [in_donor] = pattern.findall(ours), pattern.findall(theirs)
+        assert in_prompt != in_donor
+        assert len(tokenizer.encode(in_donor)) <= len(tokenizer.encode(in_prompt))
+        assert case.protected_from is not None
+        assert ours.index(in_prompt) < len(tokenizer.text(case.recipient[: case.protected_from]))
+        asked = tokenizer.text(case.recipient[case.protected_from :])
+        assert tokenizer.text_of(case.question) in asked
+        seen.add(case.question.split("Land")[0])
+    assert len(seen) == 4
+
+
+NAME = "Nowhere"
+STATED = [wording for both in reworded._TOLD.values() for wording in both]
+
+
+def test_what_is_said_in_other_words_says_the_same() -> None:
+    for both in reworded._TOLD.values():
+        one, other = (each.format(name="Peru", value="12345") for each in both)
+        assert one != other
+        assert differing(one, other) is None
 
 
 def test_cells_are_chosen_by_name() -> None:

@@ -46,7 +46,7 @@ def build_machinery(
         events=wanted is not None,
         wait_for_producers=cache_config.cold_group_wait,
         fuzzy=_fuzzy(config, loaded),
-        decode=_decoder(loaded.tokenizer),
+        decode=decoder(loaded.tokenizer),
     )
     cache = create_cache(cache_config.prefix_cache_backend, pool, options, make_mover(kv))
     attention = get_backend(config.model.attention_backend, loaded.device)
@@ -64,7 +64,9 @@ def build_machinery(
     return Machinery(pool, cache, runner, events, hook.interruptible)
 
 
-def _decoder(tokenizer: Any) -> Callable[[IntArray], str]:
+def decoder(tokenizer: Any) -> Callable[[IntArray], str]:
+    """Token ids to text as it stands, for caches that look at what a prompt says."""
+
     def decode(ids: IntArray) -> str:
         text: str = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
         return text

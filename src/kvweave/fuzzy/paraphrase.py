@@ -64,6 +64,8 @@ class ParaphraseGate:
         self._config = config
         self._cutter = cutter
         self._bench = None if verifier is None else Bench(verifier)
+        self.facts: Verifier = differing
+        """Compares facts; benches put other ways of doing so in its place."""
         self.refused: Counter[str] = Counter()
         """Candidates refused, by kind."""
         self.refusals: deque[Declined] = deque(maxlen=_REMEMBERED)
@@ -157,7 +159,7 @@ class ParaphraseGate:
         if self._cutter is None:
             return "failed", "nothing here can read tokens"
         donor, recipient = self._sentences(self._cutter, view, claim)
-        found = differing(donor, recipient)
+        found = self.facts(donor, recipient)
         if found is not None:
             return "facts", found
         return None if self._bench is None else self._bench.objection(donor, recipient, until)

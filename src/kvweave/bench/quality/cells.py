@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,8 @@ class Cell:
     `weight`: cases per --n. `answer`: most tokens of an answer. `lives`: caches are not emptied
     between cases, and earlier cases are the donors. `all_arms` is False where nothing is moved that
     a refresh could improve; `rerun` where nothing is reused at all. `provider` nominates donors.
+    `like` names the cell whose prompts these are. `against`: who nominates for the answers that
+    everything is compared with; nobody does, and they are cold, unless it is said.
     """
 
     name: str
@@ -34,6 +36,8 @@ class Cell:
     all_arms: bool = True
     rerun: bool = False
     provider: str = "spans"
+    like: str = ""
+    against: str | None = None
 
 
 def moved(length: int) -> Callable[[Writer, int], Case]:
@@ -119,6 +123,28 @@ def alone(writer: Writer, _: int) -> Case:
     return Case((), recipient, asked.question, asked.stated, asked.gold)
 
 
+def _in_other_words(
+    name: str, summary: str, build: Callable[[Writer, int], Case]
+) -> tuple[Cell, Cell, Cell]:
+    """What all of the reuse costs, what it costs without the other words, and what these cost."""
+    whole = Cell(name=name, summary=summary, build=build, provider="semantic")
+    without = replace(
+        whole,
+        name=f"{name}-moved",
+        summary="the same prompts, of which only what is there word for word is served",
+        provider="spans",
+        like=name,
+    )
+    alone = replace(
+        whole,
+        name=f"{name}-alone",
+        summary="the same prompts, compared not with cold answers but with those",
+        like=name,
+        against="spans",
+    )
+    return whole, without, alone
+
+
 def choose_cells(names: str | None) -> list[Cell]:
     """Cells out of `name,name`, all of them without names; KvweaveError for what is none."""
     if names is None:
@@ -184,11 +210,15 @@ CELLS = (
         summary="a conversation goes on behind a longer system message",
         build=shifted_header,
     ),
-    Cell(
-        name="paraphrase",
-        summary="a document in which one sentence says the same in other words",
-        build=reworded.reworded,
-        provider="semantic",
+    *_in_other_words(
+        "paraphrase",
+        "a document in which one sentence says the same in other words",
+        reworded.reworded,
+    ),
+    *_in_other_words(
+        "paraphrase-fact",
+        "a document in which four sentences do; a fact that one of them states is asked for",
+        reworded.reworded_facts,
     ),
     Cell(
         name="repeat",

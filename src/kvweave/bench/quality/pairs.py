@@ -81,18 +81,27 @@ def compare(
     """Serve all cases; `advance` is called once per case and arm.
 
     Donors are computed once and lent to every arm. Arms take turns at being the first after the
-    cold run, so that none profits from its place.
+    reference run, so that none profits from its place.
     """
     slots = _slots(cell, cases)
     cold = Session(loaded, model, None, slots)
+    base = None
+    if cell.against is not None:
+        base = _Lane(Session(loaded, model, Arm(COPY), slots, cell.against), cell)
     lanes = {
         arm: _Lane(Session(loaded, model, arm, slots, cell.provider), cell)
         for arm in arms_of(cell, arms)
     }
+    if cell.provider != "spans":
+        for lane in lanes.values():  # meanings are compared where somebody has asked before
+            lane.session.serve(cases[0].recipient, 1)
     pairs: dict[Arm, list[Pair]] = {arm: [] for arm in lanes}
     for number, case in enumerate(cases):
         tapes = [cold.record(donor) for donor in case.donors]
-        reference = cold.serve(case.recipient, cell.answer)
+        if base is None:
+            reference = cold.serve(case.recipient, cell.answer)
+        else:
+            reference = base.serve(case, tapes)
         turn = number % len(lanes)
         order = list(lanes)
         for arm in order[turn:] + order[:turn]:
@@ -109,12 +118,16 @@ class _Lane:
         self.cell = cell
         self.donors = Donors()
 
-    def pair(self, number: int, case: Case, tapes: Sequence[Tape], reference: Served) -> Pair:
-        """Serve a case's recipient and compare it with its cold answer."""
+    def serve(self, case: Case, tapes: Sequence[Tape]) -> Served:
+        """Serve a case's recipient behind its donors."""
         self._prepare(case, tapes)
-        served = self.session.serve(
+        return self.session.serve(
             case.recipient, self.cell.answer, protected_from=case.protected_from
         )
+
+    def pair(self, number: int, case: Case, tapes: Sequence[Tape], reference: Served) -> Pair:
+        """Serve a case's recipient and compare it with its reference answer."""
+        served = self.serve(case, tapes)
         answer, usage = served.answer, served.answer.usage
         identity = self.donors.identity(answer)
         self.donors.add(answer)

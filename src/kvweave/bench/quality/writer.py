@@ -96,7 +96,10 @@ class Writer:
         before = before[: length - len(about)]
         rest = self.prose(max(0, length - len(before) - len(about)))
         passage = np.concatenate([before, about, rest])[:length]
-        return Asked(passage, *_question(country, self.rng))
+        question, key = question_about(country, self.rng)
+        gold = country.facts[key]
+        stated = next(each for each in re.split(r"(?<=\.) ", country.body) if gold in each)
+        return Asked(passage, question, stated, gold)
 
     @cache  # noqa: B019  (a bench has one writer, which lives as long as it does)
     def _long_documents(self, length: int) -> list[tuple[str, IntArray]]:
@@ -138,12 +141,10 @@ def _short(country: Text) -> str:
     return re.split(r" The (?:provinces|codes of the neighbours) of ", country.body)[0]
 
 
-def _question(country: Text, rng: np.random.Generator) -> tuple[str, str, str]:
-    """A question about a country, the sentence that answers it, and the answer."""
+def question_about(country: Text, rng: np.random.Generator) -> tuple[str, str]:
+    """A question about a country, and the name of the fact that answers it."""
     key = str(rng.choice(list(_QUESTIONS)))
-    gold = country.facts[key]
-    stated = next(each for each in re.split(r"(?<=\.) ", country.body) if gold in each)
-    return _QUESTIONS[key].format(name=country.title), stated, gold
+    return _QUESTIONS[key].format(name=country.title), key
 
 
 _QUESTIONS = {

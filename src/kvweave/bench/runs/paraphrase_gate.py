@@ -3,128 +3,126 @@
 from __future__ import annotations
 
 import importlib
-import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 
+import numpy as np
+
 from kvweave.bench.base import Bench
+from kvweave.bench.in_prompts import served_in_prompts
+from kvweave.bench.labelled import HARD_NEGATIVES, KINDS, Pair, labelled_pairs
 from kvweave.bench.measure import quiet_collector, row
 from kvweave.bench.report import Row
 from kvweave.bench.setting import Setting
 from kvweave.config import FuzzyConfig
-from kvweave.fuzzy.facts import differing
+from kvweave.fuzzy.facts import Verifier, differing
 from kvweave.fuzzy.facts.reading import read
 from kvweave.fuzzy.semantic.embedders import make_embedder
 
-_HARD_NEGATIVES = ("negation", "entity_swap", "number_date", "scope")
-_KINDS = {
-    "false_serves": _HARD_NEGATIVES,
-    "paraphrases_served": ("paraphrase",),
-    "near_repeats_served": ("near_repeat",),
-}
 _ROUNDS = 5
 _BATCH = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two questions; `likeness` is the cosine of what they mean to the embedder.
-
-    The facts gate was written looking at one half of the pairs; the other is `held_out`.
-    """
-
-    donor: str
-    recipient: str
-    kind: str
-    held_out: bool
-    likeness: float
-
-
-Gate = Callable[[Pair], bool]
-"""Whether a pair would be served."""
-
-
 def measure(setting: Setting) -> list[Row]:
-    """The same pairs at the same, default threshold: by cosine alone, and with each gate."""
-    pairs = _pairs(setting)
-    least = FuzzyConfig().fuzzy_semantic_threshold
-    gates: dict[str, Gate] = {
-        "cosine": lambda pair: pair.likeness >= least,
-        "facts": lambda pair: (
-            pair.likeness >= least and differing(pair.donor, pair.recipient) is None
-        ),
-        "facts, no cosine": lambda pair: differing(pair.donor, pair.recipient) is None,
-    }
-    known = [pair.likeness for pair in pairs if pair.kind in _HARD_NEGATIVES]
-    gates["cosine, none false"] = lambda pair: pair.likeness > max(known, default=1.0)
+    """The same pairs at the same, default threshold: by cosine alone, and with each gate; as texts,
+    and as prompts through the cache."""
+    pairs = labelled_pairs(setting)
+    gates: dict[str, Verifier] = {"cosine": lambda donor, recipient: None, "facts": differing}
     theirs = _semblend(setting)
     if theirs is not None:
-        consistent = theirs
-        gates["semblend"] = lambda pair: (
-            pair.likeness >= least and consistent(pair.donor, pair.recipient)
-        )
-    rows = []
-    for half, among in (("", pairs), ("_held_out", [pair for pair in pairs if pair.held_out])):
-        for metric, kinds in _KINDS.items():
-            of = [pair for pair in among if pair.kind in kinds]
-            rows += [_count(metric + half, arm, gate, of) for arm, gate in gates.items() if of]
-    return rows + _timings(pairs, theirs)
+        gates["semblend"] = theirs
+    rows = _rows(pairs, _as_texts(pairs, gates, _likenesses(setting, pairs)), "")
+    in_prompts = served_in_prompts(setting, pairs, gates)
+    rows += _rows(pairs, in_prompts, "_in_prompts")
+    for arm, tokens in in_prompts.items():
+        if any(tokens):
+            served = [float(count) for count in tokens if count]
+            rows.append(row("tokens_in_prompts", arm, served, "tokens"))
+    return rows + _timings(pairs, gates)
 
 
-def _pairs(setting: Setting) -> list[Pair]:
-    """The labelled pairs, `n` of them, with their likeness by the default embedder."""
-    texts = setting.texts("fow-cache")
-    ids = sorted(text.title for text in texts)
-    random.Random(0).shuffle(ids)
-    looked_at = frozenset(ids[: len(ids) // 2])
-    chosen = random.Random(setting.seed).sample(texts, min(setting.n, len(texts)))
+def _as_texts(
+    pairs: Sequence[Pair], gates: Mapping[str, Verifier], likenesses: Sequence[float]
+) -> dict[str, list[int]]:
+    """By gate, for each pair: 1 if both are alike enough and it has nothing against them, or 0."""
+    least = FuzzyConfig().fuzzy_semantic_threshold
+    passed = {
+        arm: [gate(pair.donor, pair.recipient) is None for pair in pairs]
+        for arm, gate in gates.items()
+    }
+    served = {
+        arm: [int(fits and alike >= least) for fits, alike in zip(fit, likenesses, strict=True)]
+        for arm, fit in passed.items()
+    }
+    served["facts, no cosine"] = [int(fits) for fits in passed["facts"]]
+    known = [
+        alike for pair, alike in zip(pairs, likenesses, strict=True) if pair.kind in HARD_NEGATIVES
+    ]
+    served["cosine, none false"] = [int(alike > max(known, default=1.0)) for alike in likenesses]
+    return served
+
+
+def _likenesses(setting: Setting, pairs: Sequence[Pair]) -> list[float]:
+    """The cosine of what both of each pair mean to the default embedder."""
     embedder = make_embedder(FuzzyConfig().fuzzy_semantic_embedder)
-    pairs = []
-    with setting.progress("batches", -(-len(chosen) // _BATCH)) as advance:
-        for at in range(0, len(chosen), _BATCH):
-            batch = chosen[at : at + _BATCH]
-            donors = embedder.encode([text.body for text in batch])
-            recipients = embedder.encode([text.facts["other"] for text in batch])
-            for text, donor, recipient in zip(batch, donors, recipients, strict=True):
-                held_out = text.title not in looked_at
-                kind, likeness = text.facts["category"], float(donor @ recipient)
-                pairs.append(Pair(text.body, text.facts["other"], kind, held_out, likeness))
+    found: list[float] = []
+    with setting.progress("batches of texts", -(-len(pairs) // _BATCH)) as advance:
+        for at in range(0, len(pairs), _BATCH):
+            batch = pairs[at : at + _BATCH]
+            donors = embedder.encode([pair.donor for pair in batch])
+            recipients = embedder.encode([pair.recipient for pair in batch])
+            found += np.einsum("nd,nd->n", donors, recipients).tolist()
             advance()
-    return pairs
+    return found
 
 
-def _semblend(setting: Setting) -> Callable[[str, str], bool] | None:
+def _semblend(setting: Setting) -> Verifier | None:
     """semblend's own fact gate, if that package is installed."""
     if find_spec("semblend_core") is None:
         setting.console.print("semblend is not installed, so its gate is not measured")
         return None
-    gate: Callable[[str, str], bool] = importlib.import_module(
+    consistent: Callable[[str, str], bool] = importlib.import_module(
         "semblend_core.fact_gate"
     ).spans_fact_consistent
-    return gate
+    return lambda donor, recipient: None if consistent(donor, recipient) else "facts differ"
 
 
-def _count(metric: str, arm: str, gate: Gate, of: Sequence[Pair]) -> Row:
-    served = sum(map(gate, of))
-    return Row(metric=metric, arm=arm, value=float(served), unit="pairs", n=len(of))
+def _rows(pairs: Sequence[Pair], served: Mapping[str, Sequence[int]], where: str) -> list[Row]:
+    """How many pairs of each kind are served, of all and of those that were held out."""
+    rows = []
+    for half, looked_at in (("", True), ("_held_out", False)):
+        for metric, kinds in KINDS.items():
+            of = [
+                at
+                for at, pair in enumerate(pairs)
+                if pair.kind in kinds and (looked_at or pair.held_out)
+            ]
+            if of:
+                rows += [
+                    Row(
+                        metric=metric + where + half,
+                        arm=arm,
+                        value=float(sum(found[at] > 0 for at in of)),
+                        unit="pairs",
+                        n=len(of),
+                    )
+                    for arm, found in served.items()
+                ]
+    return rows
 
 
-def _timings(pairs: Sequence[Pair], theirs: Callable[[str, str], bool] | None) -> list[Row]:
+def _timings(pairs: Sequence[Pair], gates: Mapping[str, Verifier]) -> list[Row]:
     """Microseconds that a pair takes; nothing about it is remembered from the round before."""
-    arms: dict[str, Callable[[str, str], object]] = {"facts": differing}
-    if theirs is not None:
-        arms["semblend"] = theirs
-    taken: dict[str, list[float]] = {arm: [] for arm in arms}
+    taken: dict[str, list[float]] = {arm: [] for arm in gates if arm != "cosine"}
     with quiet_collector():
         for _ in range(_ROUNDS):
             read.cache_clear()
             for pair in pairs:
-                for arm, gate in arms.items():
+                for arm, figures in taken.items():
                     start = time.perf_counter()
-                    gate(pair.donor, pair.recipient)
-                    taken[arm].append(1e6 * (time.perf_counter() - start))
+                    gates[arm](pair.donor, pair.recipient)
+                    figures.append(1e6 * (time.perf_counter() - start))
     return [row("microseconds_per_pair", arm, figures, "us") for arm, figures in taken.items()]
 
 

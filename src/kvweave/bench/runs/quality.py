@@ -44,7 +44,7 @@ def measure(setting: Setting) -> list[Row]:
 
 def _compare(setting: Setting, cell: Cell, arms: list[Arm]) -> Compared:
     # Whatever other cells are chosen, a cell's prompts are the same.
-    setting.corpus.rng = np.random.default_rng([setting.seed, *cell.name.encode()])
+    setting.corpus.rng = np.random.default_rng([setting.seed, *(cell.like or cell.name).encode()])
     chat = Chat(setting.loaded.tokenizer, setting.corpus.tokens)
     writer = Writer(setting.corpus, chat, setting.quick)
     n = cell.weight * setting.n
