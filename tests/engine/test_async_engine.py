@@ -9,6 +9,8 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from enginekit import VOCABULARY, World, collect, make_world, oracle_answer, prompt, request
+from faultkit import Sink
+from test_cases_lifecycle import explode
 
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.types import Completion
@@ -217,6 +219,51 @@ def test_a_bug_in_the_engine_itself_leaves_nobody_waiting():
             assert not engine.alive
             with pytest.raises(EngineDeadError):
                 await engine.flush_cache()
+
+    asyncio.run(main())
+
+
+def test_gauges_that_cannot_be_read_stop_no_answer(monkeypatch):
+    async def main():
+        world = make_world("radix")
+        async with serving(world) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(world.engine._reporter, "snapshot", explode)
+                answer = await answer_of(engine.generate(request("r", prompt(20, 1), 5)))
+                assert answer.token_ids == oracle_answer(prompt(20, 1), 5)
+            await answer_of(engine.generate(request("s", prompt(20, 1), 5)))
+            assert engine.snapshot().finished == 2
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_cannot_be_made_is_told_so_and_its_rid_is_free(monkeypatch):
+    async def main():
+        world = make_world("radix")
+        async with serving(world) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(world.engine._maker, "make", explode)
+                with pytest.raises(RuntimeError, match="injected"):
+                    await answer_of(engine.generate(request("r", prompt(20, 1), 5, n=2)))
+            assert not world.engine.has_work
+            answer = await answer_of(engine.generate(request("r", prompt(20, 1), 5)))
+            assert answer.token_ids == oracle_answer(prompt(20, 1), 5)
+        world.assert_idle()
+
+    asyncio.run(main())
+
+
+def test_followers_that_cannot_be_told_farewell_leave_nobody_waiting(monkeypatch):
+    async def main():
+        world = make_world("radix", events=Sink())
+        monkeypatch.setattr(world.engine.machinery.events, "close", explode)
+        engine = AsyncEngine(world.engine)
+        await engine.start()
+        stream = engine.generate(request("r", prompt(8, 1), None))
+        await until(lambda: world.engine.has_work)
+        world.engine.scheduler.commit = world.engine.scheduler.end = None
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(answer_of(stream), 5)
 
     asyncio.run(main())
 

@@ -57,7 +57,7 @@ def test_an_exception_in_a_step_fails_exactly_its_batch(where, monkeypatch, capl
     if where == "runner":
         world.runner.before = explode
     else:
-        monkeypatch.setattr("kvweave.engine.engine.read_out", explode)
+        monkeypatch.setattr("kvweave.engine.passes.read_out", explode)
     deltas = world.step()
     assert {(d.rid, d.finish_reason) for d in deltas} == {("a", "error"), ("b", "error")}
     assert all("injected" in d.error for d in deltas)
@@ -132,6 +132,26 @@ def test_after_repeated_failures_the_engine_is_dead_and_everybody_knows():
     assert {answer.finish_reason for answer in world.answers.values()} == {"error"}
     with pytest.raises(EngineDeadError):
         world.engine.add(request("late", prompt(20, 1), 4))
+    world.assert_idle()
+
+
+def test_requests_that_break_every_step_they_are_in_do_not_break_the_engine():
+    """Who sends nothing but poison harms nobody: the engine tries a token of its own."""
+    world = make_world("radix", pool_tokens=64)
+    world.run(request("fills the pool", prompt(60, 2), 4))
+    poison = 77
+
+    def swallow(batch):
+        if poison in batch.token_ids:
+            raise RuntimeError("injected")
+
+    world.runner.before = swallow
+    for i in range(3 * MAX_FAILURES):
+        world.run(request(f"poison{i}", [poison] * 20, 4))
+        assert world.answers[f"poison{i}", 0].finish_reason == "error"
+    assert not world.engine.dead
+    world.run(request("good", prompt(20, 4), 4))
+    assert world.ids("good") == oracle_answer(prompt(20, 4), 4)
     world.assert_idle()
 
 

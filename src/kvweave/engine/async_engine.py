@@ -52,7 +52,7 @@ class AsyncEngine:
         self._open = True
         self._queued = 0
         """Requests in the inbox."""
-        self._accepting = self._stopping = False
+        self._accepting = self._stopping = self._blind = False
         self._snapshot = engine.snapshot()
 
     @property
@@ -165,7 +165,7 @@ class AsyncEngine:
                 busy = self._engine.has_work
                 deltas = self._engine.step() if busy else []
                 busy = busy or self._engine.heal(self._is_wanted)
-                self._snapshot = self._engine.snapshot()
+                self._take_snapshot()
                 self._hand_out(deltas)
                 if not (busy or self._stopping):
                     self._wake.wait()
@@ -174,6 +174,14 @@ class AsyncEngine:
             logger.critical("the engine broke down", exc_info=True)
         finally:
             self._shut()
+
+    def _take_snapshot(self) -> None:
+        try:
+            self._snapshot = self._engine.snapshot()
+        except Exception:  # gauges that stand still cost less than answers that stop
+            if not self._blind:
+                logger.error("the engine's gauges could not be read", exc_info=True)
+            self._blind = True
 
     def _is_wanted(self) -> bool:
         return bool(self._inbox) or self._stopping
@@ -212,7 +220,6 @@ class AsyncEngine:
     def _shut(self) -> None:
         """Whoever still waits for an answer learns that there will be none."""
         self._engine.dead = True
-        self._engine.close()
         with self._lock:
             self._open = False
         gone = EngineDeadError("the engine has stopped")
@@ -222,6 +229,7 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             with suppress(RuntimeError):
                 stream.loop.call_soon_threadsafe(stream.fail, gone)
+        self._engine.close()
 
 
 def _deliver(items: Iterable[tuple[AnswerStream, OutputDelta]]) -> None:

@@ -17,11 +17,12 @@ from kvweave.engine.answer import Answer, AnswerMaker
 from kvweave.engine.heal import Healer
 from kvweave.engine.limits import Limits
 from kvweave.engine.machinery import Machinery
-from kvweave.engine.packing import Packer, RowLogits
-from kvweave.engine.readout import Outcome, read_out
+from kvweave.engine.packing import Packer
+from kvweave.engine.passes import Passes
+from kvweave.engine.readout import Outcome
 from kvweave.engine.reporting import Reporter
-from kvweave.engine.request import RequestGroup, Sequence
-from kvweave.engine.scheduler import Scheduler, Step
+from kvweave.engine.request import RequestGroup, Sequence, Status
+from kvweave.engine.scheduler import Row, Scheduler
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
 from kvweave.errors import (
     EngineDeadError,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvweave.engine")
 
 MAX_FAILURES = 5
-"""Forward passes that may fail in a row before the engine gives up."""
+"""Steps in a row that may get nothing done before the engine doubts itself."""
 
 
 class Engine:
@@ -66,15 +67,17 @@ class Engine:
         """Failed too often in a row: nothing will be answered any more."""
         self._maker = AnswerMaker(loaded.tokenizer, loaded.eos_token_ids)
         self._seeds = np.random.default_rng(config.scheduler.random_seed)
-        self._packer = Packer(pool.page_size)
+        packer = Packer(pool.page_size)
+        self._passes = Passes(machinery, packer)
         most_to_heal = config.fuzzy.fuzzy_heal_queue if config.fuzzy.fuzzy_heal else 0
-        self._healer = Healer(self.machinery, self._packer, most_to_heal)
+        self._healer = Healer(machinery, packer, most_to_heal, self.scheduler.give_back)
         self._reporter = Reporter(self.scheduler, self.cache, self._healer, machinery.events)
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[Sequence, Answer] = {}
         self._deltas: list[OutputDelta] = []
         self._arrivals = 0
         self._failures = 0
+        self._failed_asides: set[str] = set()
 
     @property
     def has_work(self) -> bool:
@@ -89,15 +92,18 @@ class Engine:
         if request.rid in self._groups:
             raise RequestError(f"a request with rid {request.rid!r} is running", param="rid")
         self.check_queue()
-        namespace = self.namespace(request.cache_salt)
-        group = self._groups[request.rid] = RequestGroup(request, namespace)
-        prompt = np.array(request.prompt_ids, np.int32)
+        group = RequestGroup(request, self.namespace(request.cache_salt))
+        prompt, limit = np.array(request.prompt_ids, np.int32), self.limits.longest(request)
         drawn = int(self._seeds.integers(2**63))
+        answers: dict[Sequence, Answer] = {}
         for index in range(request.sampling.n):
-            limit = self.limits.longest(request)
             sequence = Sequence(group, index, self._arrivals, prompt, limit)
             self._arrivals += 1
-            self._answers[sequence] = self._maker.make(sequence, drawn)
+            answers[sequence] = self._maker.make(sequence, drawn)
+        # Nothing is known of the request until all of it could be made.
+        self._groups[request.rid] = group
+        self._answers.update(answers)
+        for sequence in answers:
             group.sequences.append(sequence)
             self.scheduler.add(sequence)
         self._healer.give_way()
@@ -129,7 +135,7 @@ class Engine:
         """
         if not self.dead:
             self._step()
-            self._tell()
+            self._aside(self._tell)
         return self._take_deltas()
 
     def prefixes(self, cache_salt: str | None = None) -> CachedPrefixes:
@@ -145,7 +151,7 @@ class Engine:
         """
         if self.dead or self._groups or not self._healer.step(wanted):
             return False
-        self._tell()
+        self._aside(self._tell)
         return True
 
     def flush_cache(self) -> None:
@@ -156,8 +162,9 @@ class Engine:
                 status=409,
             )
         self._healer.clear()
+        self.scheduler.settle()
         self.cache.reset()
-        self._tell()
+        self._aside(self._tell)
 
     def snapshot(self) -> EngineSnapshot:
         """Gauges and counters, as of now."""
@@ -188,44 +195,57 @@ class Engine:
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    def _aside(self, call: Callable[..., object], *given: object) -> None:
+        """Call what serves nobody's answer (counters, followers, healing); its fault costs none."""
+        try:
+            call(*given)
+        except Exception:
+            name = getattr(call, "__qualname__", repr(call))
+            if name not in self._failed_asides:
+                self._failed_asides.add(name)
+                logger.error("%s failed, answers go on; told once", name, exc_info=True)
+
     def _step(self) -> None:
-        step: Step | None = None
         try:
             step = self.scheduler.schedule()
-            self._reporter.planned(step)
-            for sequence, error in step.failed:
-                self._fail(sequence, error)
-            if not step.rows:
-                return
-            batch, wanted = self._packer.pack(step.rows)
-            logits = self.machinery.runner.forward(batch)
-            states = {s: self._answers[s].sampling for s in (row.sequence for row in step.rows)}
-            outcomes = read_out(logits, wanted, states)
         except Exception as error:
-            self._fail_step(step, error)
+            self._fail_plan(error)
             return
-        self._failures = 0
-        for row, (part, outcome) in enumerate(zip(wanted, outcomes, strict=True)):
+        for sequence, failure in step.failed:
+            self._fail(sequence, failure)
+        self._aside(self._reporter.planned, step)
+        if not step.rows:
+            return
+        states = {s: self._answers[s].sampling for s in (row.sequence for row in step.rows)}
+        last: Exception | None = None
+        computed = False
+        for row, outcome in self._passes.run(step.rows, states):
+            computed |= outcome.computed
             try:
-                if batch.screening is not None:
-                    part.row.sequence.refreshed.append(batch.chosen(row))
-                self._advance(part, outcome)
+                self._advance(row, outcome)
             except Exception as error:
-                self._fail(part.row.sequence, error)
+                last = error
+                self._fail(row.sequence, error, logged=outcome.logged)
+        if computed:
+            self._failures = 0
+        elif last is not None:
+            self._got_nothing_done(last, self._passes.work)
 
-    def _advance(self, part: RowLogits, outcome: Outcome) -> None:
+    def _advance(self, row: Row, outcome: Outcome) -> None:
         """One row's forward pass succeeded: its progress counts, and its answer goes on."""
         if outcome.error is not None:
             raise outcome.error
-        self.scheduler.commit(part.row)
-        sequence = part.row.sequence
+        sequence = row.sequence
+        if outcome.chosen is not None:
+            sequence.refreshed.append(outcome.chosen)
+        self.scheduler.commit(row)
         answer = self._answers[sequence]
         if outcome.scores:
             answer.score(outcome.scores)
         if outcome.token is not None:
             delta = answer.accept(outcome.token, outcome.logprob)
             self._reporter.counters.generated_tokens += 1
-        elif part.row.completes:
+        elif row.completes:
             delta = answer.end("length")  # nothing was to be generated
         else:
             return
@@ -234,19 +254,24 @@ class Engine:
         else:
             self._close(sequence, delta)
 
-    def _fail_step(self, step: Step | None, error: Exception) -> None:
-        """Fail exactly those whom the error concerns: the batch, or all that ran without one."""
+    def _fail_plan(self, error: Exception) -> None:
+        """No step could be planned: that costs all who run, and those whom the plan had ended."""
+        logger.error("no step could be planned", exc_info=error)
+        for sequence in [s for s in self._answers if s.status is not Status.WAITING]:
+            self._fail(sequence, error, logged=True)
+        self._got_nothing_done(error, lambda: False)
+
+    def _got_nothing_done(self, error: Exception, works: Callable[[], bool]) -> None:
+        """A step was in vain. After several in a row the engine gives up, unless it `works`."""
         self._failures += 1
-        logger.error("a step failed (%d in a row)", self._failures, exc_info=error)
-        self.dead = self._failures >= MAX_FAILURES
-        if self.dead:
-            concerned = list(self.scheduler.sequences())
-            logger.critical("the engine gives up after %d failures in a row", self._failures)
-        elif step is None:
-            concerned = list(self.scheduler.running)
-        else:
-            concerned = [row.sequence for row in step.rows]
-        for sequence in concerned:
+        if self._failures < MAX_FAILURES:
+            return
+        if works():
+            self._failures = 0
+            return
+        self.dead = True
+        logger.critical("the engine gives up after %d failures in a row", self._failures)
+        for sequence in list(self.scheduler.sequences()):
             self._fail(sequence, error, logged=True)
 
     def _fail(self, sequence: Sequence, error: Exception, logged: bool = False) -> None:
@@ -259,9 +284,9 @@ class Engine:
     def _close(self, sequence: Sequence, last: OutputDelta) -> None:
         """The answer is over: its pages go back, its last delta goes out."""
         if last.finish_reason in ("stop", "length"):
-            self._healer.served(sequence)
+            self._aside(self._healer.served, sequence)
         self.scheduler.end(sequence)
-        self._reporter.ended(last.finish_reason)
+        self._aside(self._reporter.ended, last.finish_reason)
         del self._answers[sequence]
         group = sequence.group
         group.sequences.remove(sequence)

@@ -23,7 +23,7 @@ from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import ForwardInterruptedError
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.lease import Namespace, RequestView
+from kvweave.prefix.lease import Lease, Namespace, RequestView
 
 logger = logging.getLogger("kvweave.engine")
 
@@ -81,11 +81,18 @@ class Healer:
     Belongs to the engine's thread.
     """
 
-    def __init__(self, machinery: Machinery, packer: Packer, most: int) -> None:
+    def __init__(
+        self,
+        machinery: Machinery,
+        packer: Packer,
+        most: int,
+        give_back: Callable[[Lease], None],
+    ) -> None:
         self.counters = HealCounters()
         self._machinery = machinery
         self._cache = machinery.cache
         self._packer = packer
+        self._give_back = give_back
         self._most = most
         size = self._cache.page_size
         self._chunk = -(-CHUNK // size) * size
@@ -168,7 +175,7 @@ class Healer:
             elif lease.published < end:
                 self._drop(prompt)  # the cache cannot keep it: trying again would never end
         finally:
-            self._cache.release(lease)
+            self._give_back(lease)
 
     def _whole(self, tokens: IntArray) -> int:
         """How much of a prompt the same prompt can hit: full pages, never the last token."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvweave.engine.batch import LongArray
 from kvweave.engine.logprobs import prompt_logprobs
 from kvweave.engine.packing import RowLogits
 from kvweave.engine.request import Sequence as Sampled
@@ -22,7 +23,13 @@ class Outcome:
     """Of the prompt tokens after the row's scored positions."""
     token: int | None = None
     logprob: TokenLogprob | None = None
+    chosen: LongArray | None = None
+    """With a screen: the positions that it chose to compute again."""
     error: Exception | None = None
+    computed: bool = True
+    """False: `error` is the forward pass's, and no KV is there."""
+    logged: bool = False
+    """The log holds the traceback of `error` already."""
 
 
 def read_out(

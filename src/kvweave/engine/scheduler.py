@@ -7,6 +7,7 @@ remembers KV, nor how.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +17,9 @@ from kvweave.engine.request import Sequence, Status
 from kvweave.engine.waiting import WaitingQueue
 from kvweave.errors import IntegrityError, RequestError
 from kvweave.prefix.base import PrefixCache
+from kvweave.prefix.lease import Lease
+
+logger = logging.getLogger("kvweave.engine")
 
 SCORED_CHUNK = 128
 """Longest chunk of a prompt whose log probabilities are wanted: every token needs its logits."""
@@ -61,12 +65,15 @@ class Scheduler:
         self._admission = Admission(cache)
         self._step = Step()
         self._budget = 0
+        self._owed: list[Lease] = []
+        """Of sequences that are gone, and not released yet."""
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
 
     def schedule(self) -> Step:
         """Decide what the next step computes. Pages for it are taken; nothing else has changed."""
+        self.settle()
         self._step = Step()
         self._budget = self._config.chunked_prefill_size
         self._admission.stepped()
@@ -97,6 +104,20 @@ class Scheduler:
             self.running.remove(sequence)
         self._release(sequence, Status.FINISHED)
 
+    def give_back(self, lease: Lease) -> None:
+        """Release `lease`. Where that fails, it is tried again, and nobody hears of it."""
+        try:
+            self._cache.release(lease)
+        except Exception:
+            logger.error("pages were not given back; trying again", exc_info=True)
+            self._owed.append(lease)
+
+    def settle(self) -> None:
+        """Try again what could not be released."""
+        owed, self._owed = self._owed, []
+        for lease in owed:
+            self.give_back(lease)
+
     def sequences(self) -> Iterator[Sequence]:
         """All that are alive."""
         yield from self.running
@@ -113,7 +134,8 @@ class Scheduler:
         alive = list(self.sequences())
         if len({id(sequence) for sequence in alive}) != len(alive):
             raise IntegrityError("a sequence is queued twice")
-        self._cache.check([s.lease for s in self.running if s.lease is not None])
+        held = [s.lease for s in self.running if s.lease is not None]
+        self._cache.check(held + self._owed)
 
     def _continue_running(self) -> None:
         # A prompt needs budget to become a decode, so there are never more decodes than budget.
@@ -225,7 +247,7 @@ class Scheduler:
         lease = sequence.lease
         sequence.stop(status)
         if lease is not None:
-            self._cache.release(lease)
+            self.give_back(lease)
 
 
 def _too_small(cache: PrefixCache) -> RequestError:

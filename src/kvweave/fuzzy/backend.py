@@ -59,12 +59,12 @@ class FuzzyCache(RadixCache):
             pieces = self._pieces(view, lease.plan.exact) if self._allows(view) else []
             if pieces:
                 self._realize(lease, pieces, self._share(view))
+            if view.fuzzy and self.options.wait_for_producers:
+                # What it computes although it might have been served stands nowhere else.
+                self._inflight.add(lease, view.tokens)
         except BaseException:
             self.release(lease)  # nobody else knows of it yet
             raise
-        if view.fuzzy and self.options.wait_for_producers:
-            # What it computes although it might have been served stands nowhere else.
-            self._inflight.add(lease, view.tokens)
         return lease
 
     def release(self, lease: Lease) -> None:
