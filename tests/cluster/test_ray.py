@@ -20,7 +20,7 @@ from kvweave.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
+from kvweave.engine.types import Completion, EngineSnapshot, GenerateRequest, SamplingParams
 from kvweave.errors import ConfigError, RequestError
 
 pytestmark = [
@@ -124,6 +124,19 @@ def test_refusals_arrive_as_the_engine_made_them(cluster):
     assert type(refused) is RequestError
     assert (refused.status, refused.param) == (400, "prompt")
     assert "takes 255 at most" in str(refused)
+
+
+def test_snapshots_add_up_by_name_where_they_count_by_name():
+    from kvweave.cluster.remote import total
+
+    one = EngineSnapshot(running=1, hit_tokens={"exact": 5}, paraphrase_refused={"facts": 2})
+    other = EngineSnapshot(running=2, hit_tokens={"exact": 1, "moved": 3})
+    added = total([one, other, one])
+    assert (added.running, added.waiting) == (4, 0)
+    assert added.hit_tokens == {"exact": 11, "moved": 3}
+    assert added.paraphrase_refused == {"facts": 4}
+    assert total([]) == EngineSnapshot()
+    assert one.hit_tokens == {"exact": 5}
 
 
 class Words:

@@ -222,12 +222,18 @@ def test_random_lives_over_overlapping_text_answer_right(seed):
     assert world.engine.snapshot().free_tokens == world.engine.snapshot().total_tokens
 
 
-def test_a_snapshot_which_every_step_takes_asks_no_provider():
+def test_a_snapshot_which_every_step_takes_tells_of_the_provider_and_asks_it_nothing():
     world = fuzzy_world()
-    with patch("kvweave.fuzzy.index.SpanIndex.stats") as stats:
+    with patch("kvweave.fuzzy.index.SpanIndex.stats", return_value={"doors": 5}) as stats:
         world.run(request("r", wrapped(1, DOCUMENT)))
-        assert world.engine.snapshot().cached_tokens > 0
-    stats.assert_not_called()
+        world.run(request("s", wrapped(2, DOCUMENT)))
+        for _ in range(3):
+            seen = world.engine.snapshot()
+    # Once, when it was asked for donors; and not again within a second.
+    stats.assert_called_once()
+    assert seen.provider_events["asked"] == 2
+    assert seen.provider_events["proposed"] >= 1
+    assert seen.provider_figures == {"doors": 5.0}
 
 
 @pytest.mark.parametrize("strategy", ["mix", "deviation", "question", "seams"])

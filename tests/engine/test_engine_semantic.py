@@ -116,8 +116,10 @@ def test_a_paraphrase_is_served_and_a_near_miss_is_not(
     office: Office, sentence: str, served: bool
 ) -> None:
     office.teach(DONOR)
+    before = office.engine.snapshot().paraphrase_refused.get("facts", 0)
     answer = office.ask(sentence)
     assert (paraphrased(answer) > 0) is served
+    assert office.engine.snapshot().paraphrase_refused.get("facts", 0) - before == (not served)
     assert answer.usage.moved_tokens > 30
     assert answer.token_ids
 

@@ -31,6 +31,10 @@ class Scripted(FuzzyMatchProvider):
     """Answers what the test tells it to."""
 
     answer: list[Any] = []
+    figures: Any = {}
+
+    def stats(self) -> Any:
+        return self.figures
 
     def match(self, view: RequestView, exact: int) -> Iterable[Candidate]:
         return self.answer
@@ -97,6 +101,26 @@ def test_always_late_rests_longer_and_longer_and_comes_back() -> None:
     worker.late = False
     assert guard.match(VIEW, 0) == [ANSWER]
     assert guard.match(VIEW, 0) == [ANSWER]
+
+
+def test_what_it_tells_of_itself_is_taken_down_once_a_second_when_it_is_asked_anyway() -> None:
+    guard, _, clock = guarded()
+    provider = guard._provider
+    assert isinstance(provider, Scripted)
+    provider.figures = {"donors": 3}
+    assert guard.match(VIEW, 0) == [ANSWER]
+    assert guard.told == {"donors": 3.0}
+    provider.figures = {"donors": 4}
+    guard.match(VIEW, 0)
+    assert guard.told == {"donors": 3.0}
+    clock.now += 1
+    guard.match(VIEW, 0)
+    assert guard.told == {"donors": 4.0}
+    for nonsense in (None, {"donors": "many"}, 7):
+        provider.figures = nonsense
+        clock.now += 1
+        assert guard.match(VIEW, 0) == [ANSWER]
+        assert guard.told == {"donors": 4.0}
 
 
 def test_a_worker_gives_up_on_a_call_and_is_there_again_when_it_has_ended() -> None:

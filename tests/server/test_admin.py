@@ -171,6 +171,20 @@ def test_metrics_tell_what_was_healed(client):
     assert client.get("/server_info").json()["engine"]["healed"] == 5
 
 
+def test_metrics_tell_who_proposed_reuse_and_what_was_refused(client):
+    assert value(client, "kvweave:paraphrase_refused_total") == 5
+    for series, expected in (
+        ('paraphrase_refused_total{model_name="toy",reason="facts"}', 4),
+        ('fuzzy_provider_events_total{event="late",model_name="toy"}', 2),
+        ('fuzzy_provider_figures{figure="passages",model_name="toy"}', 31),
+    ):
+        assert value(client, f"kvweave:{series}") == expected, series
+    told = client.get("/server_info").json()["engine"]
+    assert told["paraphrase_refused"] == {"facts": 4, "question": 1}
+    assert told["provider_events"]["asked"] == 9
+    assert told["provider_figures"] == {"passages": 31}
+
+
 def test_tokens_there_and_back(client):
     answer = client.post("/tokenize", json={"prompt": "a€", "return_token_strs": True}).json()
     assert answer["count"] == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -142,12 +142,15 @@ class RemoteEngine:
 
 
 def total(snapshots: Iterable[EngineSnapshot]) -> EngineSnapshot:
-    """All gauges and counters added up."""
-    sums: dict[str, Any] = {item.name: 0 for item in fields(EngineSnapshot)}
-    hits: dict[str, int] = {}
+    """All gauges and counters added up, those by name under each name."""
+    sums: dict[str, Any] = {}
     for snapshot in snapshots:
-        for name in sums.keys() - {"hit_tokens"}:
-            sums[name] += getattr(snapshot, name)
-        for tier, tokens in snapshot.hit_tokens.items():
-            hits[tier] = hits.get(tier, 0) + tokens
-    return EngineSnapshot(**{**sums, "hit_tokens": hits})
+        for name in (item.name for item in fields(EngineSnapshot)):
+            figure = getattr(snapshot, name)
+            if isinstance(figure, Mapping):
+                by_name = sums.setdefault(name, {})
+                for key, value in figure.items():
+                    by_name[key] = by_name.get(key, 0) + value
+            else:
+                sums[name] = sums.get(name, 0) + figure
+    return EngineSnapshot(**sums)

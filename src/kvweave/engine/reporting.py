@@ -58,7 +58,7 @@ class Reporter:
         pool, size, counters = self._cache.pool, self._cache.page_size, self.counters
         # Not `stats()`, which asks providers: servers take a snapshot after every step.
         cached, healing = self._cache.counters, self._healer.counters
-        evictable = self._cache.evictable_pages
+        evictable, reuse = self._cache.evictable_pages, self._cache.reuse_counts()
         return EngineSnapshot(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -80,6 +80,9 @@ class Reporter:
             steps=counters.steps,
             prefill_steps=counters.prefill_steps,
             dropped_event_batches=0 if self._events is None else self._events.dropped,
+            paraphrase_refused=reuse.refused,
+            provider_events=reuse.events,
+            provider_figures=reuse.provider,
             heals_waiting=len(self._healer),
             healed=healing.healed,
             healed_tokens=healing.tokens,

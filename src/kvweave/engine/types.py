@@ -222,6 +222,13 @@ class EngineSnapshot:
     dropped_event_batches: int = 0
     """What the cache's followers never heard, because it came faster than it was sent."""
 
+    paraphrase_refused: Mapping[str, int] = field(default_factory=dict)
+    """Proposals of other words that were not served, by reason."""
+    provider_events: Mapping[str, int] = field(default_factory=dict)
+    """Calls of the provider of reuse beyond the prefix, by how they ended, and its proposals."""
+    provider_figures: Mapping[str, float] = field(default_factory=dict)
+    """What that provider tells of itself."""
+
     heals_waiting: int = 0
     """Prompts to be computed exactly, now that they were served approximately."""
     healed: int = 0

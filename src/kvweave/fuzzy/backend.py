@@ -22,7 +22,7 @@ from kvweave.fuzzy.refresh import choose
 from kvweave.fuzzy.verifiers import create_verifier
 from kvweave.kv.mover import KVMover, MoveRun
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import CacheOptions, CacheStats, Declined, Refusal
+from kvweave.prefix.base import CacheOptions, CacheStats, Declined, Refusal, ReuseCounts
 from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.plan import Plan, Span
 from kvweave.prefix.radix import RadixCache, RadixLease
@@ -98,6 +98,13 @@ class FuzzyCache(RadixCache):
             **self._guard.stats(),
         }
         return counters
+
+    def reuse_counts(self) -> ReuseCounts:
+        return ReuseCounts(
+            refused=dict(self.paraphrases.refused),
+            events={**self._guard.counts, "failed_moves": self._unmoved},
+            provider=self._guard.told,
+        )
 
     def declined(self, rid: str) -> list[Declined]:
         return [each for each in self.paraphrases.refusals if each.rid == rid]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ MOST_CANDIDATES = 4096
 LATE_IN_A_ROW = 3
 FIRST_REST, LONGEST_REST = 1.0, 60.0
 """Seconds for which a provider that is always late is not asked; doubled each time."""
+_TOLD_EVERY = 1.0
 
 
 class LentDonors:
@@ -103,6 +104,10 @@ class Guard:
             ("asked", "resting", "raised", "late", "proposed", "refused"), 0
         )
         """Calls that were made, left out, raised and late; candidates proposed, and refused."""
+        self.told: Mapping[str, float] = {}
+        """What the provider told of itself when it was asked for donors; renewed once a second, so
+        that whoever wants to know it need not ask."""
+        self._told_at = float("-inf")
 
     @property
     def zeroed_layers(self) -> frozenset[int]:
@@ -116,9 +121,7 @@ class Guard:
         self.counts["asked"] += 1
         found: list[Candidate] = []
         try:
-            found = self._call(
-                lambda: list(islice(self._provider.match(view, exact), MOST_CANDIDATES))
-            )
+            found = self._call(lambda: self._asked(view, exact))
         except LateError:
             self._was_late()
             return []
@@ -150,6 +153,17 @@ class Guard:
         own: dict[str, float] = {}
         self._tell(lambda: own.update(self._provider.stats()))
         return {**self.counts, **own}
+
+    def _asked(self, view: RequestView, exact: int) -> list[Candidate]:
+        """On whichever thread the provider runs."""
+        found = list(islice(self._provider.match(view, exact), MOST_CANDIDATES))
+        now = self._clock()
+        if now - self._told_at >= _TOLD_EVERY:
+            self._told_at = now
+            with suppress(Exception):  # it comes from elsewhere, and may be anything
+                own = self._provider.stats().items()
+                self.told = {str(name): float(figure) for name, figure in own}
+        return found
 
     def _call(self, call: Callable[[], _Result]) -> _Result:
         with self._donors.lent():

@@ -8,7 +8,7 @@ tree node, a hash or a donor: those stay behind the lease. All backends pass one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -51,6 +51,18 @@ class CacheStats:
     converged_pages: int = 0
     provider: dict[str, float] = field(default_factory=dict)
     """What the provider of reuse beyond the prefix counts, by name; empty without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseCounts:
+    """What is counted of reuse beyond the prefix, since start and by name."""
+
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Proposals of other words that were not served, by the kind of reason (a `Declined.kind`)."""
+    events: Mapping[str, int] = field(default_factory=dict)
+    """What became of asking whoever proposes, and of its proposals."""
+    provider: Mapping[str, float] = field(default_factory=dict)
+    """What that one tells of itself, as of a prompt a second ago, or of the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +200,10 @@ class PrefixCache(ABC):
         hits["exact"] = hits.get("exact", 0) + plan.exact
         for tier in {span.tier for span in plan.spans}:
             hits[tier.value] = hits.get(tier.value, 0) + plan.served_by(tier)
+
+    def reuse_counts(self) -> ReuseCounts:
+        """Counters of reuse beyond the prefix, at hand at once: nobody is asked."""
+        return ReuseCounts()
 
     def stats(self) -> CacheStats:
         """Counters and gauges, as of now."""

@@ -102,6 +102,7 @@ class _EngineCollector(Collector):
             counter.add_metric([self._model], value)
             yield counter
         yield self._cached_tokens(now.hit_tokens)
+        yield from self._beyond_the_prefix(now)
 
     def _cached_tokens(self, hits: Mapping[str, int]) -> Metric:
         family = CounterMetricFamily(
@@ -112,6 +113,35 @@ class _EngineCollector(Collector):
         for tier in sorted({"exact", *hits}):
             family.add_metric([self._model, "device", tier], hits.get(tier, 0))
         return family
+
+    def _beyond_the_prefix(self, now: EngineSnapshot) -> Iterator[Metric]:
+        """What whoever finds reuse there counts. Names are its own: they are labels here."""
+        for name, help, label, figures in (
+            (
+                "paraphrase_refused",
+                "Other words for the same that were proposed and not served, by reason.",
+                "reason",
+                now.paraphrase_refused,
+            ),
+            (
+                "fuzzy_provider_events",
+                "Calls of the provider, by how they ended; its proposals, and those refused.",
+                "event",
+                now.provider_events,
+            ),
+        ):
+            counter = CounterMetricFamily(PREFIX + name, help, labels=["model_name", label])
+            for key, count in sorted(figures.items()):
+                counter.add_metric([self._model, key], count)
+            yield counter
+        gauge = GaugeMetricFamily(
+            PREFIX + "fuzzy_provider_figures",
+            "What the provider tells of itself, as of a prompt a second ago or the last one.",
+            labels=["model_name", "figure"],
+        )
+        for key, figure in sorted(now.provider_figures.items()):
+            gauge.add_metric([self._model, key], figure)
+        yield gauge
 
 
 def _gauges(now: EngineSnapshot) -> dict[str, tuple[str, float]]:
