@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import subprocess
@@ -19,7 +20,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
@@ -28,10 +28,12 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from rich.console import Console
 
+from kvweave.bench.measure import row
 from kvweave.bench.report import Report, Row
 from kvweave.cluster.run import running_engines
 from kvweave.config import CacheConfig, ClusterConfig, EngineConfig, FuzzyConfig, ModelConfig
 from kvweave.engine.types import GenerateRequest, SamplingParams, Usage
+from kvweave.models import packaged
 
 GROUPS, TURNS, REPLICAS = 6, 5, 2
 _POOL_TOKENS = 16_384
@@ -252,13 +254,8 @@ def measure(config: EngineConfig, arm: str, seed: int) -> dict[str, float]:
 
 
 def rows_of(arm: str, runs: list[dict[str, float]]) -> list[Row]:
-    """Medians over the runs."""
-    return [
-        Row(
-            metric=name, arm=arm, value=median(run[name] for run in runs), unit="share", n=len(runs)
-        )
-        for name in runs[0]
-    ]
+    """Medians and spread over the runs."""
+    return [row(name, arm, [run[name] for run in runs], "share") for name in runs[0]]
 
 
 def main() -> None:
@@ -267,9 +264,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms)
     parser.add_argument("--model", help="the packaged one without it")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # Ray turns everybody's log on
     config = EngineConfig(
         model=ModelConfig(model=given.model, device="cpu"),
         cache=CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=_POOL_TOKENS),
@@ -280,8 +278,9 @@ def main() -> None:
         for arm in given.arms:
             runs[arm].append(measure(config, arm, seed))
             print(arm, seed, {name: round(value, 3) for name, value in runs[arm][-1].items()})
-    rows = [row for arm in given.arms for row in rows_of(arm, runs[arm])]
-    report = Report(bench="routing", model=given.model, seed=given.seeds[0], rows=tuple(rows))
+    rows = [each for arm in given.arms for each in rows_of(arm, runs[arm])]
+    model = given.model or packaged.NAME
+    report = Report(bench="routing", model=model, seed=given.seeds[0], rows=tuple(rows))
     report.print(Console())
     if given.json is not None:
         report.write(given.json)

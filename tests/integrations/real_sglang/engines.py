@@ -81,9 +81,8 @@ def running(probe: Path, environment: dict[str, str], **arguments: Any) -> Itera
     before = {name: os.environ.get(name) for name in asked}
     os.environ.update(asked)
     try:
-        engine = sglang.Engine(
-            model_path=str(_model()), log_level="warning", **{**ARGUMENTS, **arguments}
-        )
+        asked_for = {"model_path": str(model_folder()), **ARGUMENTS, **arguments}
+        engine = sglang.Engine(log_level="warning", **asked_for)
         try:
             yield Engine(engine, probe)
         finally:
@@ -99,10 +98,10 @@ def running(probe: Path, environment: dict[str, str], **arguments: Any) -> Itera
 def server_arguments() -> list[str]:
     """The same for SGLang's command line."""
     flags = {f"--{name.replace('_', '-')}": str(value) for name, value in ARGUMENTS.items()}
-    return ["--model-path", str(_model()), *(word for flag in flags.items() for word in flag)]
+    return ["--model-path", str(model_folder()), *(word for flag in flags.items() for word in flag)]
 
 
-def _model() -> Path:
+def model_folder() -> Path:
     """The packaged model's folder, as `make model` leaves it."""
     cache = Path(os.environ.get("KVWEAVE_CACHE") or Path.home() / ".cache" / "kvweave")
     folders = sorted((cache / "models").glob("SmolLM2-135M-Instruct-*-float32-*"))
