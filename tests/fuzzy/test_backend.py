@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from fuzzy_world import HERE, SMALL, Running, SlotMover, World, joined, text
 
@@ -20,11 +19,6 @@ from kvweave.prefix.plan import Tier
 def spans(running: Running) -> list[tuple[int, int, int]]:
     """(start, end, donor_start) of every span that serves it."""
     return [(span.start, span.end, span.donor_start) for span in running.lease.plan.spans]
-
-
-@pytest.fixture(params=[1, 4, 16], ids=lambda size: f"page{size}")
-def world(request: pytest.FixtureRequest) -> World:
-    return World(num_pages=2048 // request.param, page_size=request.param)
 
 
 def test_a_document_behind_another_header_is_moved(world: World) -> None:
@@ -142,18 +136,6 @@ def test_a_thousand_shifts_lend_from_the_one_exact_copy(world: World) -> None:
         assert world.compute(running)
         world.finish(running)
     world.check()
-
-
-def test_a_producer_that_is_approximate_promises_its_exact_part_only(world: World) -> None:
-    head, document = text(1, 48), text(2, 64)
-    world.serve(text(3, 7) + document + text(4, 16))
-    producer = world.start(head + document + text(5, 40))
-    assert producer.lease.plan.publishable == 48
-    asking = world.view(head + document + text(5, 40))
-    assert world.cache.promised(asking, 0) == 48
-    assert world.compute(producer)
-    assert world.cache.match(asking) == 48
-    assert world.cache.promised(asking, 48) == 0
 
 
 # Who may not be served approximately.
@@ -300,69 +282,3 @@ def test_hits_are_counted_by_tier_and_once(world: World) -> None:
     assert stats.hit_tokens["exact"] - before == 48
     assert stats.hit_tokens["moved"] == running.lease.plan.served > 40
     assert stats.provider["asked"] == 6
-
-
-# Waiting for text that is being computed elsewhere in another prompt.
-
-
-def overlapping(world: World) -> tuple[list[int], list[int]]:
-    document = text(1, 160)
-    return text(2, 7) + document + text(3, 8), text(4, 30) + document + text(5, 8)
-
-
-def test_a_request_waits_for_moved_text_until_it_is_there(world: World) -> None:
-    first, second = overlapping(world)
-    asking = world.view(second)
-    assert world.cache.promised(asking, 0) == 0
-    producer = world.start(first)
-    assert world.cache.promised(asking, 0) > 100
-    assert world.compute(producer, 40)
-    assert world.cache.promised(asking, 0) > 100
-    assert world.compute(producer)
-    assert world.cache.promised(asking, 0) == 0
-    assert world.admit(asking).lease.plan.served > 140
-
-
-def test_nobody_waits_for_a_producer_that_is_gone_or_will_not_publish(world: World) -> None:
-    first, second = overlapping(world)
-    asking = world.view(second)
-    producer = world.start(first)
-    assert world.cache.promised(world.view(second, Namespace("other")), 0) == 0
-    assert world.cache.promised(world.view(second, fuzzy=False), 0) == 0
-    assert world.cache.promised(world.view(second, max_exact=0), 0) == 0
-    world.finish(producer)
-    assert world.cache.promised(asking, 0) == 0
-
-
-def test_nobody_waits_for_little(world: World) -> None:
-    document = text(1, 160)
-    world.start(text(2, 7) + document)
-    short = 4 * SMALL.fuzzy_min_span
-    assert world.cache.promised(world.view(text(3, 5) + document[: short - 1] + text(4, 5)), 0) == 0
-    assert world.cache.promised(world.view(text(3, 5) + document[:short] + text(4, 5)), 0) > 0
-    # A small part of much that has to be computed anyway.
-    assert world.cache.promised(world.view(document[:short] + text(4, 4 * short)), 0) == 0
-
-
-def test_waiting_can_be_switched_off() -> None:
-    world = World(512, 4, wait_for_producers=False)
-    first, second = overlapping(world)
-    world.start(first)
-    assert world.cache.promised(world.view(second), 0) == 0
-
-
-def test_what_is_cached_already_is_not_waited_for(world: World) -> None:
-    first, second = overlapping(world)
-    world.serve(first)
-    world.start(second[:3] + second)  # itself served from the first
-    assert world.cache.promised(world.view(text(9, 44) + second[30:]), 0) == 0
-    world.start(text(8, 5) + second, fuzzy=False)  # computes what it might have been lent
-    assert world.cache.promised(world.view(text(9, 44) + second[30:]), 0) == 0
-
-
-def test_a_prefix_promised_is_promised_as_a_prefix(world: World) -> None:
-    prompt = text(1, 128)
-    world.start(prompt)
-    asking = world.view(prompt[:96] + text(2, 32))
-    assert world.cache.promised(asking, 0) == 96
-    assert np.array_equal(asking.tokens[:96], prompt[:96])

@@ -1,0 +1,11 @@
+"""What several files of tests share."""
+
+from __future__ import annotations
+
+import pytest
+from fuzzy_world import World
+
+
+@pytest.fixture(params=[1, 4, 16], ids=lambda size: f"page{size}")
+def world(request: pytest.FixtureRequest) -> World:
+    return World(num_pages=2048 // request.param, page_size=request.param)
