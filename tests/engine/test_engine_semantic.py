@@ -172,6 +172,16 @@ def test_salts_keep_meanings_apart(office: Office) -> None:
     assert paraphrased(office.ask(SAME)) > 0
 
 
+def test_a_request_may_want_no_part_in_other_words(office: Office) -> None:
+    office.teach(DONOR)
+    assert paraphrased(office.ask(SAME, fuzzy_semantic=False)) == 0
+    office.engine.flush_cache()
+    office.ask(DONOR, fuzzy_semantic=False)
+    assert office.cache.settle(200)
+    answer = office.ask(SAME)
+    assert (paraphrased(answer), answer.usage.moved_tokens > 30) == (0, True)
+
+
 def test_questions_and_exact_requests_are_computed(office: Office) -> None:
     office.teach(DONOR)
     for more in ({"protected_from": None}, {"protected_from": 30}, {"fuzzy": False}):

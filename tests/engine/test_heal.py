@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -87,6 +88,23 @@ def test_healing_is_no_request(small_chunks):
     assert world.engine.step() == []
     world.run(request("donee", wrapped(3, tokens[40:]), 3))
     assert world.answers["donee", 0].usage.moved_tokens > 80, "what is exact may be a donor"
+
+
+@pytest.mark.parametrize("semantic", [True, False])
+def test_what_is_healed_is_told_of_as_its_request_wanted(semantic, small_chunks):
+    world = healing_world()
+    served_approximately(world)
+    idle(world)
+    told = []
+    provider = world.engine.cache._guard._provider
+    with patch.object(provider, "on_published", side_effect=told.append):
+        tokens = wrapped(5, DOCUMENT)
+        world.run(replace(request("r", tokens, 6), fuzzy_semantic=semantic))
+        assert world.answers["r", 0].usage.moved_tokens > 90
+        served = len(told)
+        idle(world)
+    assert len(told) > served
+    assert {run.semantic for run in told} == {semantic}
 
 
 def test_off_by_default_and_only_for_what_was_approximate():

@@ -98,14 +98,44 @@ def test_a_longer_donor_is_not_cut(world: SemanticWorld) -> None:
     assert world.said(world.ask(prompt(ASKED))) == []
 
 
-def test_facts_decide(world: SemanticWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_wants_no_meaning_compared_is_neither_served_so_nor_remembered(
+    world: SemanticWorld,
+) -> None:
+    world.teach(prompt(DONOR))
+    texts = len(world.meaning.texts)
+    running = world.ask(prompt(ASKED), semantic=False)
+    assert [tier for tier, _ in tiers(running)] == ["moved"]
+    assert world.compute(running)
+    world.finish(running)
+    # Nothing of it has a donor, so all of it is computed, and would be embedded.
+    world.teach(prompt(ASKED, story(5), story(6)), semantic=False)
+    assert world.meaning.texts[texts:] == []
+    assert world.said(world.ask(prompt(DONOR, story(5), story(6)))) == []
+    # Nor is a namespace in which nobody wants it.
+    there = Namespace("model", salt="there")
+    world.start(world.text.encode(prompt(ASKED)), namespace=there, semantic=False)
+    assert there not in world.provider._asked
+    world.check()
+
+
+def test_nor_is_it_served_what_others_propose(world: SemanticWorld) -> None:
+    world.teach(prompt(DONOR))
+    given = world.ask(prompt(ASKED)).lease.plan
+    proposed = world.provider.match
+    world.provider.match = lambda view, exact: proposed(replace(view, semantic=True), exact)  # type: ignore[method-assign]
+    running = world.ask(prompt(ASKED), semantic=False)
+    assert given.served_by(Tier.PARAPHRASE) == 7
+    assert running.lease.plan.served_by(Tier.PARAPHRASE) == 0
+
+
+def test_facts_decide(world: SemanticWorld) -> None:
     seen = []
 
     def differing(donor: str, recipient: str) -> str:
         seen.append((donor, recipient))
         return "20 is not 30"
 
-    monkeypatch.setattr("kvweave.fuzzy.paraphrase.differing", differing)
+    world.cache.paraphrases.facts = differing
     world.teach(prompt("The big fee is 20 for a kid and quick."))
     running = world.ask(prompt("The large fee is 30 for a child and fast."))
     assert world.said(running) == []

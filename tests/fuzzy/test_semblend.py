@@ -262,6 +262,16 @@ def test_the_salt_is_part_of_its_key(world: SemanticWorld, adapter: FakeAdapter)
     assert spans(start(world, f"{DOCUMENT} {TAIL}", namespace=theirs)) == []
 
 
+def test_whoever_wants_no_meaning_compared_is_unknown_to_it(
+    world: SemanticWorld, adapter: FakeAdapter
+) -> None:
+    prompt = world.text.encode(f"{HEAD} {DOCUMENT} {TAIL}")
+    world.serve(prompt, semantic=False)
+    assert (adapter.slots, adapter.asked) == ([], [])
+    world.serve(world.text.encode(f"{story(4, 1)} {DOCUMENT} {TAIL}"))
+    assert len(adapter.slots) == len(adapter.asked) == 1
+
+
 @pytest.mark.parametrize(
     "answer",
     [

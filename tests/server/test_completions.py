@@ -102,6 +102,7 @@ def test_sampling_fields_reach_the_engine(client, engine):
         cache_salt="",
         priority=-3,
         fuzzy=False,
+        fuzzy_semantic=False,
         user="ignored",
         unheard_of={"ignored": True},
     )
@@ -117,6 +118,7 @@ def test_sampling_fields_reach_the_engine(client, engine):
     assert not sampling.skip_special_tokens
     assert sampling.include_stop_str_in_output
     assert (request.cache_salt, request.priority, request.fuzzy) == ("", -3, False)
+    assert not request.fuzzy_semantic
 
 
 def test_null_is_as_good_as_silence(client, engine):

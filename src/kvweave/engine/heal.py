@@ -50,6 +50,7 @@ class _Prompt:
     namespace: Namespace
     tokens: IntArray
     priority: int
+    semantic: bool
     standing: Key
     """What may be evicted for it goes before this: nothing that was used since it was served."""
 
@@ -71,6 +72,7 @@ class _Prompt:
             priority=self.priority,
             cache_salt=self.namespace.salt,
             fuzzy=False,
+            fuzzy_semantic=self.semantic,
         )
         return Sequence(RequestGroup(request, self.namespace), 0, 0, tokens, limit=end)
 
@@ -110,7 +112,9 @@ class Healer:
             return
         tokens = sequence.tokens[: sequence.prompt_length].copy()
         standing = self._cache.standing(lease.priority)
-        prompt = _Prompt(lease.rid, lease.namespace, tokens, lease.priority, standing)
+        prompt = _Prompt(
+            lease.rid, lease.namespace, tokens, lease.priority, lease.semantic, standing
+        )
         self._waiting[prompt.name] = prompt
         self._waiting.move_to_end(prompt.name)
         if len(self._waiting) > self._most:

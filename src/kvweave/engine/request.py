@@ -156,6 +156,7 @@ class Sequence:
                 fuzzy=request.fuzzy and not self.scores_prompt,
                 protected_from=protected,
                 refresh=request.fuzzy_refresh,
+                semantic=request.fuzzy_semantic,
             )
         return self._view
 

@@ -99,6 +99,9 @@ class GenerateRequest:
     None: unknown, and assumed to be long."""
     fuzzy_refresh: float | None = None
     """Share of what is moved that is computed again; None: as the engine is configured."""
+    fuzzy_semantic: bool = True
+    """False: nothing of this prompt is served in other words, nor lent to others who say the same;
+    its meaning is looked at by nobody."""
 
 
 @dataclass(frozen=True, slots=True)

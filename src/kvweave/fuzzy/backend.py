@@ -72,7 +72,7 @@ class FuzzyCache(RadixCache):
         super().release(lease)
 
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
-        self._donors.publisher = lease.rid
+        self._donors.publisher, self._donors.semantic = lease.rid, lease.semantic
         super().publish(lease, tokens, computed)
 
     def record(self, lease: Lease) -> None:
@@ -157,7 +157,9 @@ class FuzzyCache(RadixCache):
             else:
                 runs.append(run)
         pieces = plan_spans(runs, length, exact, config)
-        return self.paraphrases.fill(view, exact, pieces, others) if others else pieces
+        if not others or not view.semantic:
+            return pieces
+        return self.paraphrases.fill(view, exact, pieces, others)
 
     def _verified(self, view: RequestView, claim: Candidate) -> Candidate | None:
         try:

@@ -42,6 +42,8 @@ class DonorTree:
         self.decode: Callable[[IntArray], str] | None = None
         self.publisher = ""
         """The request that publishes right now."""
+        self.semantic = True
+        """Whether it allows its meaning to be compared."""
         self._nodes: dict[int, Node] = {}
         """By their order, which is a unique number."""
         self._order = np.full(num_pages, -1, np.int32)
@@ -168,7 +170,7 @@ class DonorTree:
         if self.listener is not None:
             tokens = node.tokens[first_page * self.page_size :]
             start = depth * self.page_size
-            run = PublishedRun(self.publisher, node.namespace, pages, start, tokens)
+            run = PublishedRun(self.publisher, node.namespace, pages, start, tokens, self.semantic)
             self.listener.on_published(run)
 
     def on_split(self, upper: Node, lower: Node) -> None:

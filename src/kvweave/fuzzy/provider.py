@@ -60,7 +60,8 @@ class PublishedRun:
     """Pages that request `rid` has just computed exactly and handed to the cache.
 
     `pages[i]` holds `tokens[i * page_size : (i + 1) * page_size]`, the first at position `start`.
-    Both arrays (int32) are only lent for the duration of the call.
+    Both arrays (int32) are only lent for the duration of the call. Of what is not `semantic`,
+    nobody may compare the meaning.
     """
 
     rid: str
@@ -68,6 +69,7 @@ class PublishedRun:
     pages: IntArray
     start: int
     tokens: IntArray
+    semantic: bool = True
 
 
 class Donors(Protocol):

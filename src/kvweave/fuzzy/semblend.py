@@ -71,6 +71,8 @@ class SemblendProvider(FuzzyMatchProvider):
         self._counts = dict.fromkeys(("unknown_donor", "unreadable", "registered"), 0)
 
     def match(self, view: RequestView, exact: int) -> Sequence[Candidate]:
+        if not view.semantic:
+            return ()  # all that it finds, it finds by meaning
         tokens = view.tokens.tolist()
         result = self._adapter.match(
             tokens,
@@ -88,6 +90,8 @@ class SemblendProvider(FuzzyMatchProvider):
             return ()
 
     def on_published(self, run: PublishedRun) -> None:
+        if not run.semantic:
+            return
         page = int(run.pages[-1])
         tokens = self.donors.tokens(page)
         self._forget(self._extended.pop(run.rid, ""))

@@ -35,7 +35,8 @@ class RequestView:
     prompt logprobs need); None leaves it to the cache. `fuzzy` False forbids anything approximate;
     `refresh` is the share of it to compute again, None the configured one. From position
     `protected_from` on, where the last question begins, nothing may be served in other words; None:
-    nobody knows where that is, and the cache is careful.
+    nobody knows where that is, and the cache is careful. `semantic` False forbids to compare its
+    meaning with anybody's, now or later.
     """
 
     rid: str
@@ -46,6 +47,7 @@ class RequestView:
     fuzzy: bool = True
     protected_from: int | None = None
     refresh: float | None = None
+    semantic: bool = True
 
 
 class Lease:
@@ -56,12 +58,22 @@ class Lease:
     may replace pages by canonical ones. Backends subclass it for what they must remember.
     """
 
-    __slots__ = ("_buffer", "_length", "namespace", "plan", "priority", "published", "rid")
+    __slots__ = (
+        "_buffer",
+        "_length",
+        "namespace",
+        "plan",
+        "priority",
+        "published",
+        "rid",
+        "semantic",
+    )
 
     def __init__(self, view: RequestView, plan: Plan, pages: IntArray) -> None:
         self.rid = view.rid
         self.namespace = view.namespace
         self.priority = view.priority
+        self.semantic = view.semantic
         self.plan = plan
         self.published = plan.exact
         """Tokens already handed to the cache (or taken from it); a multiple of the page size."""

@@ -83,6 +83,7 @@ class GenerationBody(_Body):
     cache_salt: CacheSalt | None = None
     fuzzy: bool = True
     fuzzy_refresh: float | None = Field(None, ge=0, le=1)
+    fuzzy_semantic: bool = True
     return_plan: bool = False
 
     def sampling(self, **more: Any) -> SamplingParams:

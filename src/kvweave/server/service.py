@@ -99,6 +99,7 @@ class Service:
                 fuzzy=body.fuzzy,
                 protected_from=protected_from,
                 fuzzy_refresh=body.fuzzy_refresh,
+                fuzzy_semantic=body.fuzzy_semantic,
             )
             for place, ids in enumerate(prompts)
         ]

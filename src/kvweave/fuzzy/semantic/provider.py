@@ -76,7 +76,7 @@ class SemanticProvider(FuzzyMatchProvider):
     def match(self, view: RequestView, exact: int) -> Sequence[Candidate]:
         self.desk.busy()
         runs = self._spans.match(view, exact)
-        if self.config.fuzzy_semantic_max_share == 0:
+        if self.config.fuzzy_semantic_max_share == 0 or not view.semantic:
             return runs
         self._remember(view.namespace)
         if not runs or not len(self.index):
@@ -87,7 +87,7 @@ class SemanticProvider(FuzzyMatchProvider):
     def on_published(self, run: PublishedRun) -> None:
         self._spans.on_published(run)
         self.desk.busy()
-        if run.namespace not in self._asked or self.desk.dead:
+        if run.namespace not in self._asked or not run.semantic or self.desk.dead:
             return
         # A sentence may have begun in pages that were published before.
         first = max(0, run.start - LONGEST)
