@@ -8,7 +8,7 @@ export KVWEAVE_CACHE ?= $(HOME)/.cache/kvweave
 SERVE_FLAGS ?= --prefix-cache-backend fuzzy_match
 
 .PHONY: serve test test-router test-sglang test-ray check unit install model texts bench \
-	bench-routing clean
+	bench-routing soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,8 @@ help:
 	@echo "make test-ray      the tests with Ray Serve, which it installs"
 	@echo "make bench-routing routers compared; installs Ray and SGLang's router"
 	@echo "make bench   every benchmark, into out/ (an hour and a half)"
+	@echo "make soak    a real server under full load and faults, every answer judged; an hour, or"
+	@echo "             SOAK_MINUTES=5 SOAK_ARMS=radix SOAK_SEED=1 make soak"
 	@echo "make clean   remove the environment and what was built"
 
 # The explorer's page is tested where there is a browser to test it with.
@@ -93,6 +95,15 @@ bench: model texts
 	@mkdir -p out
 	@for name in $$($(BIN)/kvweave bench --list); do \
 		$(BIN)/kvweave bench $$name --json out/$$name.json || exit 1; done
+
+# For each arm: a server of its own, all caches and faults; see docs/reliability.md.
+SOAK_MINUTES ?= 30
+SOAK_ARMS ?= fuzzy_match radix
+SOAK_SEED ?= 0
+soak: install
+	@mkdir -p out
+	$(BIN)/python -m kvweave.bench.soak --minutes $(SOAK_MINUTES) --arms $(SOAK_ARMS) \
+		--seed $(SOAK_SEED) --json out/soak.json
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build src/kvweave.egg-info src/kvweave/kernels/*.so

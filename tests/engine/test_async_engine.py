@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -233,6 +234,24 @@ def test_gauges_that_cannot_be_read_stop_no_answer(monkeypatch):
                 assert answer.token_ids == oracle_answer(prompt(20, 1), 5)
             await answer_of(engine.generate(request("s", prompt(20, 1), 5)))
             assert engine.snapshot().finished == 2
+
+    asyncio.run(main())
+
+
+def test_who_hears_that_the_cache_is_empty_also_sees_it(monkeypatch):
+    async def main():
+        world = make_world("radix")
+        async with serving(world) as engine:
+            await answer_of(engine.generate(request("r", prompt(20, 1), 5)))
+            count = world.engine._reporter.snapshot
+
+            def slowly():
+                time.sleep(0.05)
+                return count()
+
+            monkeypatch.setattr(world.engine._reporter, "snapshot", slowly)
+            await engine.flush_cache()
+            assert engine.snapshot().cached_tokens == 0
 
     asyncio.run(main())
 

@@ -109,7 +109,7 @@ class AsyncEngine:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                return await asyncio.wrap_future(self._submit(self._engine.flush_cache))
+                return await asyncio.wrap_future(self._submit(self._flush))
             except RequestError:
                 if time.monotonic() >= deadline:
                     raise
@@ -192,6 +192,10 @@ class AsyncEngine:
         self._engine.add(request)
         self._readers[request.rid] = stream
 
+    def _flush(self) -> None:
+        self._engine.flush_cache()
+        self._take_snapshot()  # before anyone hears of it
+
     def _abort_unread(self, rid: str) -> None:
         self._readers.pop(rid, None)
         self._engine.abort(rid)
@@ -229,7 +233,10 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             with suppress(RuntimeError):
                 stream.loop.call_soon_threadsafe(stream.fail, gone)
-        self._engine.close()
+        try:
+            self._engine.close()
+        except Exception:
+            logger.error("the engine's followers could not be told that it ends", exc_info=True)
 
 
 def _deliver(items: Iterable[tuple[AnswerStream, OutputDelta]]) -> None:
