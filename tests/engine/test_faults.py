@@ -185,10 +185,9 @@ def assert_the_victims_fate(world: World, phase: Phase, victim) -> None:
 
 
 def assert_nothing_is_left(world: World, victim) -> None:
-    world.engine.scheduler.settle()
-    world.assert_idle()
     while world.engine.heal():
         world.engine.check()
+    world.assert_idle()
     for rid, fuzzy in (("exactly", False), ("again", True)):
         world.run(request(rid, victim.prompt_ids, 12, fuzzy=fuzzy))
         assert world.ids(rid) == oracle_answer(victim.prompt_ids, 12)

@@ -162,3 +162,28 @@ def test_what_arrives_together_is_one_piece_per_answer():
     assert batch[0][1].prompt_logprobs == (TokenLogprob(9, None),)
     assert batch[0][1].plan == (Span(4, 2, "other", 8),)
     assert (trace.completion_tokens, trace.outcome) == (5, "length")
+
+
+def test_leaving_in_the_very_moment_in_which_the_answer_ends():
+    """Then nobody waits any more for what is being cleaned up; the rid is free all the same."""
+
+    source = ListSource([OutputDelta("r", 0, "x", (1,), Usage(), finish_reason="length")])
+
+    async def main():
+        live = LiveGenerations()
+        request = GenerateRequest(rid="r", prompt_ids=(1,))
+        trace = Trace(request, Metrics("toy", lambda: None), endpoint="x")
+        generation = Generation("r", [request], [trace], source=source, live=live)
+
+        async def answered():
+            async with generation:
+                async for _ in generation:
+                    pass
+                asyncio.current_task().cancel()  # its connection is lost
+
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.create_task(answered())
+        assert len(live) == 0
+        assert trace.outcome == "length"
+
+    asyncio.run(main())

@@ -144,12 +144,16 @@ class Engine:
 
     @torch.inference_mode()
     def heal(self, wanted: Callable[[], bool] = lambda: False) -> bool:
-        """Compute a chunk of what was served approximately, with --fuzzy-heal.
+        """In an idle moment, compute a chunk of what was served approximately (--fuzzy-heal).
 
         Does so only while no request lives, and gives up between two layers once `wanted()`: then
-        that chunk is computed again later. False if there was nothing to do.
+        that chunk is computed again later. False if there was nothing to do. Pages that could not
+        be given back are given back now.
         """
-        if self.dead or self._groups or not self._healer.step(wanted):
+        if self.dead or self._groups:
+            return False
+        self.scheduler.settle()
+        if not self._healer.step(wanted):
             return False
         self._aside(self._tell)
         return True

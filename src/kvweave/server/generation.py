@@ -106,14 +106,16 @@ class Generation:
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        # A failure's traceback leads back to this object: kept, they would keep each other, all
-        # deltas and the engine's stream alive until garbage is collected.
-        self._failure = None
-        self._tasks.clear()
-        self._live.leave(self.rid)
-        for trace in self.traces:
-            trace.close()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # also when the client leaves in this very moment, which cancels the waiting
+            # A failure's traceback leads back to this object: kept, they would keep each other,
+            # all deltas and the engine's stream alive until garbage is collected.
+            self._failure = None
+            self._tasks.clear()
+            self._live.leave(self.rid)
+            for trace in self.traces:
+                trace.close()
 
     def __aiter__(self) -> Generation:
         return self

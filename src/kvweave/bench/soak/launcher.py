@@ -27,7 +27,8 @@ from kvweave.engine.reporting import Reporter
 from kvweave.engine.runner import ModelRunner
 from kvweave.engine.scheduler import Scheduler
 from kvweave.fuzzy.backend import FuzzyCache
-from kvweave.fuzzy.guard import Guard
+from kvweave.fuzzy.index import SpanIndex
+from kvweave.fuzzy.semantic.provider import SemanticProvider
 from kvweave.kv.mover import TensorMover
 from kvweave.prefix.base import PrefixCache
 from kvweave.prefix.hash import HashCache
@@ -117,7 +118,8 @@ def set_traps(audit: Audit) -> None:
     before(Scheduler, "commit", lambda _, row: trap("commit", of_rows([row])))
     before(Answer, "accept", lambda answer, *_: trap("accept", of_answer(answer)))
     before(Answer, "_watch", lambda answer, *_: trap("detokenize", of_answer(answer)))
-    before(Guard, "match", lambda _, view, __: trap("provider", [view.rid]))
+    for provider in (SpanIndex, SemanticProvider):
+        before(provider, "match", lambda _, view, __: trap("provider", [view.rid]))
     before(TensorMover, "move", lambda *_: trap("move", [audit.leased]))
     before(passes, "read_out", lambda *_: trap("sample", audit.rids))
     before(ModelRunner, "_attend", lambda _, layer, *__: _in_layer(audit, layer))

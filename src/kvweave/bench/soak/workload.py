@@ -190,7 +190,7 @@ class Workload:
         choose = self._random
         body: dict[str, Any] = {
             "rid": f"{kind}-{next(self._number)}",
-            "max_tokens": choose.choice([1, 2, 8, 8, 20, 40, 90, 200]),
+            "max_tokens": choose.choice([1, 2, 8, 8, 20, 60, 150, 300]),
             "temperature": 0,
             "skip_special_tokens": False,
             "ignore_eos": choose.random() < 0.7,
