@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from kvweave.errors import ConfigError
+from kvweave.events import follower as following
 from kvweave.events import publisher as publishing
 from kvweave.events.follower import EventFollower
 from kvweave.events.publisher import ZmqPublisher
@@ -173,6 +174,49 @@ def test_what_finds_no_room_is_dropped_counted_and_leaves_a_gap(
     follower.close()
 
 
+def test_where_sending_broke_down_batches_are_counted_and_not_kept(open_publisher, monkeypatch):
+    publisher = open_publisher()
+    monkeypatch.setattr(publishing, "encode_batch", lambda *_: 1 / 0)
+    publisher.publish([stored(0)])
+    publisher._thread.join(20)
+    for name in range(5):
+        publisher.publish([stored(name)])
+    assert (publisher.dropped, publisher.published) == (5, 6)
+    assert not publisher._waiting
+
+
+def test_a_salt_that_no_encoding_has_stops_nothing(open_publisher):
+    """JSON may hold half a surrogate pair, and anybody may send it as a salt."""
+    publisher = open_publisher()
+    publisher.publish([BlockStored((1,), None, (5,), 1, "a\ud800")])
+    publisher.publish([stored(2)])
+    odd, plain = [event for _, _, [event] in ask(publisher, 0)]
+    assert (odd.salt, plain) == ("a\\ud800", stored(2))
+
+
+def test_a_follower_that_does_not_look_keeps_so_much_and_loses_nothing(open_publisher, monkeypatch):
+    """A router without requests never looks; the replicas may be busy with those of others."""
+    publisher = open_publisher(hwm=50)
+    with monkeypatch.context() as small:
+        small.setattr(following, "_MOST_MESSAGES", 2)
+        late = EventFollower(publisher.endpoint, publisher.replay_endpoint)
+    while not late._live.poll(20):
+        publisher.publish([AllBlocksCleared()])
+    while late.wait(0.1):
+        late.drain()
+    wanted: list[KVEvent] = [stored(name, tokens=20_000) for name in range(300)]
+    for event in wanted:  # far more than sockets and pipes hold
+        publisher.publish([event])
+    while publisher._waiting:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    kept = late.drain()
+    assert len(kept) < 250
+    publisher.publish([stored(999)])
+    assert kept + until(late, lambda events: stored(999) in events) == [*wanted, stored(999)]
+    late.close()
+
+
 def test_closing_sends_what_waits(open_publisher, subscribe):
     publisher = open_publisher()
     listening = subscribe(publisher)
@@ -243,6 +287,32 @@ def test_a_follower_notices_that_the_publisher_began_anew(open_publisher, replay
     assert stored(1) not in new
     assert (stored(2) in new) or not replay
     follower.close()
+
+
+def test_what_is_lost_right_after_an_answer_is_asked_for_again():
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    live, router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+    ports = [each.bind_to_random_port("tcp://127.0.0.1") for each in (live, router)]
+    follower = EventFollower(*(f"tcp://127.0.0.1:{port}" for port in ports))
+    live.recv()
+
+    def answer(*numbers: int) -> None:
+        client, *_ = router.recv_multipart()
+        for number in numbers:
+            payload = encode_batch([stored(number)], number + 1.0)
+            router.send_multipart((client, b"", b"", number.to_bytes(8, "big"), payload))
+        router.send_multipart((client, b"", b"", publishing.LAST, b""))
+
+    answer()  # there was nothing yet
+    assert follower.wait(20)
+    assert follower.drain() == []
+    live.send_multipart((b"", (2).to_bytes(8, "big"), encode_batch([stored(2)], 3.0)))
+    assert follower.wait(20)
+    assert follower.drain() == []
+    answer(0, 1)
+    assert until(follower, lambda events: stored(2) in events) == [stored(0), stored(1), stored(2)]
+    for each in (follower, live, router):
+        each.close()
 
 
 def test_a_batch_that_nobody_can_read_costs_what_was_known_and_nothing_else():

@@ -21,7 +21,7 @@ logger = logging.getLogger("kvweave.events")
 _LAST = 2**64 - 1
 """The number -1, read without its sign."""
 _MOST_MESSAGES = 10_000
-"""Taken in one call, so that it ends however fast events come."""
+"""Taken in one call, so that it ends however fast events come; and kept for one that is late."""
 
 
 class EventFollower:
@@ -40,7 +40,7 @@ class EventFollower:
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._live = context.socket(zmq.SUB)
-        self._live.set_hwm(0)
+        self._live.set_hwm(_MOST_MESSAGES)  # what is beyond leaves a gap, and is asked for again
         self._live.subscribe(topic)
         self._live.connect(endpoint)
         self._replay = context.socket(zmq.DEALER) if replay_endpoint else None
@@ -74,6 +74,8 @@ class EventFollower:
             for number, payload in _arrived(self._replay):
                 if number == _LAST:
                     self._deadline = None
+                    if not self._held:  # what is lost from now on has not been asked for
+                        self._asked = None
                 elif number >= self._next:
                     self._apply(number, self._read(payload), events)
         for number, payload in _arrived(self._live):

@@ -80,6 +80,9 @@ class ZmqPublisher:
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Hand a batch to the thread, or drop it if too many wait. One thread at a time."""
         number, self._next = self._next, self._next + 1
+        if not self._thread.is_alive():  # why was said when it ended
+            self.dropped += 1
+            return
         if len(self._waiting) >= self.config.max_queue_size:
             self.dropped += 1
             if self.dropped == 1:
@@ -116,6 +119,7 @@ class ZmqPublisher:
                     self._replay(self._router)
         except Exception:
             logger.critical("KV events are not published any more", exc_info=True)
+            self._waiting.clear()
         finally:
             self._close_sockets()
             self._bell.close()

@@ -26,9 +26,14 @@ class Batch(NamedTuple):
 
 
 def encode_batch(events: Sequence[KVEvent], time: float, form: str = "map") -> bytes:
-    """One message's payload; `form` is EventsConfig's `format`."""
+    """One message's payload; `form` is EventsConfig's `format`.
+
+    A salt is whatever a client made of JSON, which may be half a surrogate pair: no UTF-8 has that,
+    so it is said as its escape.
+    """
     write = _as_map if form == "map" else _as_array
-    data: bytes = msgpack.packb([time, [write(event) for event in events], 0])
+    said = [time, [write(event) for event in events], 0]
+    data: bytes = msgpack.packb(said, unicode_errors="backslashreplace")
     return data
 
 
