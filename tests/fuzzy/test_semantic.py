@@ -265,13 +265,15 @@ def test_a_page_number_that_is_out_of_date_is_a_refusal(world: SemanticWorld) ->
 
 
 def test_the_share_is_bounded(world: SemanticWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    def served(**changes: float) -> int:
+    def served(refused: dict[str, int] | None = None, **changes: float) -> int:
         other = SemanticWorld(monkeypatch, replace(SEMANTIC, **changes))
         other.teach(prompt(DONOR))
-        return other.ask(prompt(ASKED)).lease.plan.served_by(Tier.PARAPHRASE)
+        count = other.ask(prompt(ASKED)).lease.plan.served_by(Tier.PARAPHRASE)
+        assert other.refused() == (refused or {})
+        return count
 
     assert served() == 7
-    assert served(fuzzy_semantic_max_share=0.04) == 0
+    assert served({"share": 1}, fuzzy_semantic_max_share=0.04) == 0
     assert served(fuzzy_semantic_max_share=0.0) == 0
     assert served(fuzzy_semantic_threshold=1.0) == 7  # the same bag of words
     assert served(fuzzy_max_share=0.0) == 0

@@ -7,7 +7,7 @@ fake is compared with it. Of its answers are refused, and why:
 - chunks that are alike but not equal ("fuzzy chunks"): the tokens differ, the whole run is dropped;
 - a verified paraphrase whose facts differ: units, signs and antonyms pass its own gate, some of
   the others do not get so far;
-- a verified paraphrase that reaches into the last question;
+- sentences of a verified paraphrase that reach into the last question, or of which it holds a part;
 - slots of donors that were evicted meanwhile, and what makes no sense at all.
 """
 
@@ -184,19 +184,25 @@ def test_nearly_equal_chunks_are_dropped_whole(world: SemanticWorld, adapter: Fa
 
 
 REST = story(5, 8)
+TERM = "The autumn term starts at the big school on 4 March."
+RICE = "Alice owes Bob 20 kg of rice for a big trip."
 
 
 @pytest.mark.parametrize(
     ("donor", "asked", "served"),
     [
-        ("The autumn term starts on 4 March.", "The autumn term begins on 4 March.", True),
-        ("The autumn term starts on 4 March.", "The autumn term begins on 5 March.", False),
-        ("The autumn term starts on 4 March.", "The autumn term begins on 4 April.", False),
-        ("The autumn term starts on 4 March.", "The autumn term ends on 4 March.", False),
-        ("Alice owes Bob 20 kg of rice.", "Bob owes Alice 20 kg of rice.", False),
-        ("Alice owes Bob 20 kg of rice.", "Alice owes Bob 20 lb of rice.", False),
-        ("Alice owes Bob -20 kg of rice.", "Alice owes Bob +20 kg of rice.", False),
-        ("Alice and Bob and Carol owe rice.", "Alice and Bob and Dora owe rice.", False),
+        (TERM, "The autumn term begins at the large school on 4 March.", True),
+        (TERM, "The autumn term begins at the large school on 5 March.", False),
+        (TERM, "The autumn term begins at the large school on 4 April.", False),
+        (TERM, "The autumn term ends at the large school on 4 March.", False),
+        (RICE, "Bob owes Alice 20 kg of rice for a large journey.", False),
+        (RICE, "Alice owes Bob 20 lb of rice for a large journey.", False),
+        (RICE.replace("20", "-20"), "Alice owes Bob +20 kg of rice for a large journey.", False),
+        (
+            RICE.replace("Bob", "Bob and Carol"),
+            "Alice owes Bob and Dora 20 kg of rice for a large journey.",
+            False,
+        ),
     ],
 )
 def test_its_paraphrases_are_judged_again(
@@ -214,28 +220,78 @@ def test_its_paraphrases_are_judged_again(
     tokens = world.text.encode(f"{HEAD} {asked} {REST}")
     running = world.start(tokens, protected_from=len(tokens) - 10)
     tiers = [span.tier for span in running.lease.plan.spans]
-    assert tiers == ([Tier.PARAPHRASE] if served else [])
+    # What follows is equal, and as such it is moved.
+    assert tiers == ([Tier.PARAPHRASE, Tier.MOVED] if served else [Tier.MOVED])
     assert world.refused() == ({} if served else {"facts": 1})
     assert world.compute(running)
     world.check()
 
 
 @pytest.mark.parametrize(
-    ("protected", "likeness", "kind"), [(40, 0.95, "question"), (80, 0.5, "unlike")]
+    ("protected", "likeness", "refused"), [(30, 0.95, {}), (80, 0.5, {"unlike": 1})]
 )
 def test_nor_are_questions_or_what_is_hardly_alike(
-    world: SemanticWorld, adapter: FakeAdapter, protected: int, likeness: float, kind: str
+    world: SemanticWorld,
+    adapter: FakeAdapter,
+    protected: int,
+    likeness: float,
+    refused: dict[str, int],
 ) -> None:
-    world.serve(world.text.encode(f"{HEAD} The autumn term starts on 4 March. {REST}"))
+    world.serve(world.text.encode(f"{HEAD} {TERM} {REST}"))
     [slots] = adapter.slots
     adapter.answer = lambda exact: Result(
         cached_token_count=40,
         kv_cache_indices=slots[exact : exact + 40],
         quality_signals=Signals(likeness, "paraphrase_verified"),
     )
-    tokens = world.text.encode(f"{HEAD} The autumn term begins on 4 March. {REST}")
-    assert spans(world.start(tokens, protected_from=protected)) == []
-    assert world.refused() == {kind: 1}
+    asked = "The autumn term begins at the large school on 4 March."
+    running = world.start(world.text.encode(f"{HEAD} {asked} {REST}"), protected_from=protected)
+    assert Tier.PARAPHRASE not in [span.tier for span in running.lease.plan.spans]
+    assert world.refused() == refused
+
+
+def test_of_a_claim_from_the_beginning_the_first_sentence_is_left_out(
+    world: SemanticWorld, adapter: FakeAdapter
+) -> None:
+    """It stands where nothing is ever lent, and to begin within it would cut it."""
+    world.serve(world.text.encode(f"{TERM} {RICE} {REST}"))
+    [slots] = adapter.slots
+    adapter.answer = Result(
+        cached_token_count=60,
+        kv_cache_indices=slots[:60],
+        quality_signals=Signals(0.95, "paraphrase_verified"),
+    )
+    first = "Our autumn term begins at the large school on 4 March."
+    tokens = world.text.encode(f"{first} Alice owes Bob 20 lb of rice for a large journey. {REST}")
+    running = world.start(tokens, protected_from=len(tokens) - 10)
+    assert [span.tier for span in running.lease.plan.spans] == [Tier.MOVED]
+    assert world.refused() == {"facts": 1}
+    world.check()
+
+
+def test_a_claim_is_taken_apart_where_sentences_end_in_both_texts(
+    world: SemanticWorld, adapter: FakeAdapter
+) -> None:
+    """One after the other, and not where it is cut off: half a sentence is no fact."""
+    donor = f"{HEAD} {TERM} A kid needs a card. {RICE} {TERM} {REST}"
+    asked = (
+        f"{HEAD} The autumn term begins at the large school on 4 March. A child requires a card. "
+        f"Alice owes Bob 20 lb of rice for a large journey. The autumn term begins at the large "
+        f"school on 4 March. {REST}"
+    )
+    world.serve(world.text.encode(donor))
+    [slots] = adapter.slots
+    last = len(world.text.encode(f"{HEAD} {TERM} A kid needs a card. {RICE} The autumn term"))
+    adapter.answer = lambda exact: Result(
+        cached_token_count=last - exact,
+        kv_cache_indices=slots[exact:last],
+        quality_signals=Signals(0.95, "paraphrase_verified"),
+    )
+    tokens = world.text.encode(asked)
+    running = world.start(tokens, protected_from=len(tokens) - 10)
+    assert world.said(running) == ["starts at the big"]
+    assert world.refused() == {"lengths": 1, "facts": 1}
+    world.check()
 
 
 def test_slots_of_evicted_donors_mean_nothing(world: SemanticWorld, adapter: FakeAdapter) -> None:

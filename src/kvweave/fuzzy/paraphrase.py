@@ -88,9 +88,9 @@ class ParaphraseGate:
         until = time.perf_counter() + self._config.fuzzy_semantic_budget_ms / 1000
         for claim in claims:
             try:
-                if self._overlaps(claim, chosen) or claim.length > room:
+                if self._overlaps(claim, chosen):
                     continue  # its place is taken, most often by a better one
-                refusal = self._refusal(view, exact, claim, until)
+                refusal = self._too_much(claim, room) or self._refusal(view, exact, claim, until)
             except Exception as error:  # it came from elsewhere, and may be anything
                 _log.debug("a paraphrase could not be judged", exc_info=True)
                 refusal = "failed", f"it could not be judged: {error!r}"
@@ -127,6 +127,11 @@ class ParaphraseGate:
             or self._gone(view, claim)
             or self._different(view, claim, until)
         )
+
+    def _too_much(self, claim: Candidate, room: int) -> tuple[str, str] | None:
+        if claim.length <= room:
+            return None
+        return "share", f"the shares that may be served have {max(room, 0)} tokens left for it"
 
     def _misplaced(self, view: RequestView, exact: int, claim: Candidate) -> tuple[str, str] | None:
         config, begin = self._config, claim.start - claim.lead

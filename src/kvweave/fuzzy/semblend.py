@@ -5,6 +5,10 @@ numbers of their slots, and it answers with target positions and such numbers. H
 which donor and which of its positions is meant; both become a page of the live tree, and the cache
 compares what is claimed with what is there. So what arrives as reuse of equal tokens is served only
 where the tokens are equal, and what arrives as a paraphrase only where every fact is.
+
+A paraphrase arrives as one piece, position by position, from the exact prefix to the prompt's end.
+It is taken apart where sentences end in both texts at the same position: each is judged by itself,
+nothing is cut within one, and the question is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import importlib
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from typing import Any
@@ -23,10 +27,14 @@ import numpy.typing as npt
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import ConfigError
+from kvweave.fuzzy.donors import common_suffix
+from kvweave.fuzzy.paraphrase import question_of
+from kvweave.fuzzy.passages import Cutter
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.chain import namespace_seed
 from kvweave.prefix.lease import Namespace, RequestView
+from kvweave.prefix.node import common_prefix
 from kvweave.prefix.plan import Tier
 
 _log = logging.getLogger(__name__)
@@ -35,6 +43,7 @@ OLDEST, BEFORE = (0, 3, 20), (0, 4)
 """Versions whose adapter has the surface that is used here: from the first, to below the second."""
 
 _ADVICE = "pip install 'kvweave[semblend]'"
+_NO_EMBEDDER = f"{_ADVICE}, and have the model: hf download sentence-transformers/all-MiniLM-L6-v2"
 _MOST_DONORS = 1024
 _SHIFT = 32
 """A slot's number is its donor's number, shifted by so many bits, plus its position."""
@@ -62,6 +71,7 @@ class SemblendProvider(FuzzyMatchProvider):
         if donors.decode is None:
             raise ConfigError(["--fuzzy-provider semblend reads text, and here is no tokenizer"])
         self._decode = donors.decode
+        self._cutter = Cutter(donors.decode)
         self._adapter = _made(config) if adapter is None else adapter
         self._donors: OrderedDict[str, _Donor] = OrderedDict()
         self._by_page: dict[int, set[str]] = {}
@@ -83,7 +93,7 @@ class SemblendProvider(FuzzyMatchProvider):
         if result is None:
             return ()
         try:
-            return list(self._candidates(result, exact, len(tokens)))
+            return list(self._candidates(result, exact, view))
         except (TypeError, ValueError, AttributeError, KeyError, IndexError):
             self._counts["unreadable"] += 1
             _log.debug("semblend's answer makes no sense", exc_info=True)
@@ -141,7 +151,7 @@ class SemblendProvider(FuzzyMatchProvider):
         for rid in [rid for rid, known in self._extended.items() if known == name]:
             del self._extended[rid]
 
-    def _candidates(self, result: Any, exact: int, length: int) -> Iterator[Candidate]:
+    def _candidates(self, result: Any, exact: int, view: RequestView) -> Iterator[Candidate]:
         """Its result in our words: segments if there are any, else the one contiguous span.
 
         Its target positions count from the end of the exact prefix on.
@@ -152,17 +162,18 @@ class SemblendProvider(FuzzyMatchProvider):
         if result.segments:
             for segment in result.segments:
                 targets = exact + _integers(segment.target_positions)
-                for start, slot, count in _runs(targets, _integers(segment.donor_kv_indices)):
-                    yield from self._claim(start, slot, count, length, Tier.MOVED, 0.0)
+                for run in _runs(targets, _integers(segment.donor_kv_indices)):
+                    yield from self._claim(*run, len(view.tokens))
             return
         slots = _integers(result.kv_cache_indices)[: int(result.cached_token_count)]
-        tier = Tier.PARAPHRASE if verified else Tier.MOVED
-        for start, slot, count in _runs(exact + np.arange(len(slots)), slots):
-            yield from self._claim(start, slot, count, length, tier, similarity)
+        for run in _runs(exact + np.arange(len(slots)), slots):
+            for claim in self._claim(*run, len(view.tokens)):
+                if verified:
+                    yield from self._sentences(view, exact, claim, similarity)
+                else:
+                    yield claim
 
-    def _claim(
-        self, start: int, slot: int, count: int, length: int, tier: Tier, similarity: float
-    ) -> Iterator[Candidate]:
+    def _claim(self, start: int, slot: int, count: int, length: int) -> Iterator[Candidate]:
         """A run within the bounds of both prompts; nothing if its donor is gone."""
         number, begin = divmod(slot, 1 << _SHIFT)
         donor = self._donors.get(str(number))
@@ -170,18 +181,42 @@ class SemblendProvider(FuzzyMatchProvider):
             self._counts["unknown_donor"] += 1
             return
         count = min(count, length - start, len(donor.tokens) - begin)
-        if count < 1 or start < 0:
-            return
-        held = donor.tokens[begin : begin + count] if tier is Tier.PARAPHRASE else None
-        yield Candidate(
-            start=start,
-            length=count,
-            page=donor.page,
-            donor_start=begin,
-            tier=tier,
-            similarity=similarity,
-            donor_tokens=held,
-        )
+        if count >= 1 and start >= 0:
+            yield Candidate(start=start, length=count, page=donor.page, donor_start=begin)
+
+    def _sentences(
+        self, view: RequestView, exact: int, claim: Candidate, similarity: float
+    ) -> Iterator[Candidate]:
+        """What of a claimed paraphrase may be judged: the differing words of its sentences, and
+        what is equal as such."""
+        sinks = self.config.fuzzy_sink_tokens
+        ours = view.tokens[claim.start : claim.end]
+        theirs = self.donors.tokens(claim.page, claim.donor_start)[: claim.length]
+        edges = [0, *sorted(self._ends(ours) & self._ends(theirs))]
+        for first, last in pairwise(edges):
+            here, there = ours[first:last], theirs[first:last]
+            before = common_prefix(here, there)
+            if before == last - first:
+                begin, end, tier = first, last, Tier.MOVED
+            else:
+                begin = first + before
+                end = last - common_suffix(here[before:], there[before:])
+                tier = Tier.PARAPHRASE
+            start, donor_start = claim.start + begin, claim.donor_start + begin
+            lent = min(start, donor_start) >= sinks and start >= exact
+            if lent and claim.start + end <= question_of(view):
+                yield replace(
+                    claim,
+                    start=start,
+                    length=end - begin,
+                    donor_start=donor_start,
+                    tier=tier,
+                    similarity=similarity,
+                    donor_tokens=theirs[begin:end],
+                )
+
+    def _ends(self, tokens: IntArray) -> set[int]:
+        return {passage.end for passage in self._cutter.cut(tokens)[:-1]}
 
 
 def _integers(values: Any) -> npt.NDArray[np.int64]:
@@ -215,8 +250,9 @@ def _made(config: FuzzyConfig) -> Any:
         raise ConfigError([f"--fuzzy-provider semblend is for {window}, not {found}: {_ADVICE}"])
     sglang = importlib.import_module("semblend.integration.sglang.provider")
     settings = importlib.import_module("semblend.integration.sglang.config")
-    return sglang.SemBlendProviderAdapter(
+    adapter = sglang.SemBlendProviderAdapter(
         settings.SemBlendProviderConfig(
+            embedding_use_gpu=False,  # which would ask for a GPU; where there is one, it is found
             min_match_length=config.fuzzy_min_span,
             min_reuse_ratio=config.fuzzy_min_reuse_ratio,
             max_entries=_MOST_DONORS,
@@ -226,6 +262,12 @@ def _made(config: FuzzyConfig) -> Any:
             paraphrase_min_similarity=config.fuzzy_semantic_threshold,
         )
     )
+    # Its embedder loads when it is first asked, which takes longer than any prompt may wait; and
+    # one that cannot load finds nothing, and says so to nobody.
+    embed = getattr(adapter, "_embed", None)
+    if embed is not None and embed([], "It loads.") is None:
+        raise ConfigError([f"--fuzzy-provider semblend has nothing to embed with: {_NO_EMBEDDER}"])
+    return adapter
 
 
 def _numbers(found: str) -> tuple[int, ...]:
