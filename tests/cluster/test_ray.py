@@ -7,8 +7,8 @@ import importlib.util
 import os
 import signal
 import time
-from collections.abc import Iterator
-from unittest.mock import Mock
+from collections.abc import Iterator, Sized
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -21,7 +21,7 @@ from kvweave.config import (
     SchedulerConfig,
 )
 from kvweave.engine.types import Completion, EngineSnapshot, GenerateRequest, SamplingParams
-from kvweave.errors import ConfigError, RequestError
+from kvweave.errors import ConfigError, EngineDeadError, RequestError
 
 pytestmark = [
     pytest.mark.ray,
@@ -177,6 +177,132 @@ def test_a_name_that_is_taken_is_refused_and_its_owner_answered():
     assert asyncio.run(both()) == ["it", "goes", "on"]
 
 
+def remote(*broadcasts):
+    """An engine elsewhere; one of `broadcasts` for each: the answers, or what is raised."""
+    from kvweave.cluster.remote import RemoteEngine
+
+    def answer(*_, **__):
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    answers = iter(broadcasts)
+    handle = Mock()
+    handle.broadcast.return_value.results_async = AsyncMock(side_effect=answer)
+    return RemoteEngine(handle, Mock())
+
+
+def test_where_all_replicas_have_died_their_successors_are_noticed(monkeypatch):
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    from kvweave.cluster import remote as module
+
+    monkeypatch.setattr(module, "_REFRESH_SECONDS", 0.0)
+    up, gone = [EngineSnapshot(running=1)], DeploymentUnavailableError(Mock())
+    engine = remote(up, gone, ValueError("of some other kind"), up, *[up] * 10_000)
+
+    async def states() -> list[bool]:
+        seen = []
+        await engine.start()
+        while len(seen) < 3:
+            if not seen or seen[-1] != engine.alive:
+                seen.append(engine.alive)
+            await asyncio.sleep(0)
+        await engine.stop()
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(states(), 20)) == [True, False, True]
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_one_that_hangs_does_not_speak_for_all(others):
+    engine = remote([EngineSnapshot(running=1), EngineSnapshot(running=2)], TimeoutError())
+    failure = None if others else ConnectionError()
+    engine._handle.snapshot.remote = AsyncMock(side_effect=failure)
+
+    async def after() -> bool:
+        await engine.start()
+        await engine._refresh()
+        await engine.stop()
+        return engine.alive
+
+    assert asyncio.run(after()) is others
+    assert engine.snapshot().running == 3
+
+
+def test_what_replicas_do_not_answer_is_503_in_words():
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    engine = remote(TimeoutError(), DeploymentUnavailableError(Mock()))
+    for _ in range(2):
+        with pytest.raises(RequestError, match="a replica does not answer") as refused:
+            asyncio.run(engine.flush_cache())
+        assert refused.value.status == 503
+    nobody = Words("")
+    nobody.words = map(Mock(side_effect=DeploymentUnavailableError(Mock())), "x")
+    engine._handle.options.return_value.generate.remote.return_value = nobody
+    with pytest.raises(RequestError, match="no replica is running") as refused:
+        asyncio.run(engine.generate(request("x", [1])).__anext__())
+    assert refused.value.status == 503
+
+
+def test_what_ended_is_no_load_and_leaves_nothing_behind():
+    """Broadcasts end here, too: the server asks each replica how it is, every second."""
+    from kvweave.cluster.router import OverlapRouter, _Booking, _Followed
+
+    router = OverlapRouter.__new__(OverlapRouter)
+    router.initialize_state()
+    followed = Mock(spec=_Followed, view=Mock(), load=0)
+    followed.book.side_effect = lambda booking: _Followed.book(followed, booking)
+    followed.free.side_effect = lambda booking: _Followed.free(followed, booking)
+    router._followed = {"A": followed}
+    pending = Mock()
+    pending.metadata.internal_request_id = "asked"
+    router._book(pending, _Booking("A", Mock(), 100))
+    assert followed.load == 100
+    for at in range(100):
+        router.on_request_completed("A", f"broadcast {at}")
+    router.on_request_completed("B", "asked")  # refused there, and asked of A instead
+    assert followed.load == 100
+    router.on_request_completed("A", "asked")
+    assert followed.load == 0
+    assert [value for value in vars(router).values() if isinstance(value, Sized) and value] == [
+        {"A": followed}
+    ]
+
+
+def test_an_engine_that_ends_no_step_counts_as_dead(monkeypatch):
+    from kvweave.cluster import replica as module
+
+    monkeypatch.setattr(module, "_HANGS_AFTER", 0.05)
+    replica = module.EngineReplica.__new__(module.EngineReplica)
+
+    async def check() -> None:
+        steps = asyncio.Event()
+
+        async def look(at):
+            await steps.wait()
+
+        replica._engine = Mock(alive=True, look=Mock(side_effect=look))
+        replica._answering, replica._asked = 0, None
+        await replica.check_health()
+        assert not replica._engine.look.called  # nobody waits: healing is not disturbed
+        replica._answering = 1
+        await replica.check_health()
+        steps.set()
+        await asyncio.sleep(0.1)
+        await replica.check_health()  # it was answered, and is asked anew
+        await asyncio.sleep(0)
+        steps.clear()
+        await replica.check_health()
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineDeadError, match="no step has ended for"):
+            await replica.check_health()
+
+    asyncio.run(check())
+
+
 def test_leaving_aborts_what_was_asked(cluster):
     async def leave() -> None:
         stream = cluster.engine.generate(request("left", [5] * 40, 200))
@@ -245,3 +371,8 @@ def test_serve_run_is_given_flags_as_texts_or_values():
     with pytest.raises(ConfigError, match="there is no setting 'pages'") as caught:
         settings({"pages": 1, "page_size": "x", "log_requests": "maybe"})
     assert len(caught.value.problems) == 3
+    assert not server.hides_text
+    *_, open_to_all = settings({})
+    assert open_to_all.hides_text, "nobody here knows what Serve's proxies listen on"
+    with pytest.raises(ConfigError, match="port is not set here, but in Ray's settings"):
+        settings({"port": 8000})

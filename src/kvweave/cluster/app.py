@@ -6,8 +6,9 @@ arguments are the flags of `kvweave serve`, with underscores.
 
 from __future__ import annotations
 
+import os
 import typing
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from ray import serve
@@ -55,6 +56,10 @@ def engines(
     return deployment.bind(config, threads)
 
 
+_RAYS = ("host", "port", "drain_seconds", "ray_address")
+"""Settings that have no meaning where Serve's own proxies are in front."""
+
+
 class Ingress:
     """The HTTP server of `kvweave serve`, before engines that run elsewhere."""
 
@@ -87,8 +92,9 @@ class _Through(Response):
 
 
 def app(arguments: dict[str, Any]) -> Application:
-    """For `serve run` and Serve's YAML files."""
-    config, cluster, server = settings(arguments)
+    """For `serve run` and Serve's YAML files. KVWEAVE_API_KEY counts here, too."""
+    key = os.environ.get("KVWEAVE_API_KEY")
+    config, cluster, server = settings({"api_key": key, **arguments})
     ingress = serve.deployment(
         Ingress, name="http", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
     )
@@ -99,7 +105,7 @@ def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, Se
     """Flags by name, as texts or values; ConfigError names all that are unknown or unreadable."""
     left = dict(arguments)
     groups: dict[str, Any] = {}
-    problems: list[str] = []
+    problems = [f"{name} is not set here, but in Ray's settings" for name in _RAYS if name in left]
     kinds: dict[str, Any] = {group.name: type(group.default) for group in fields(EngineConfig)}
     for name, kind in {**kinds, "cluster": ClusterConfig, "server": ServerConfig}.items():
         hints = typing.get_type_hints(kind)
@@ -114,6 +120,8 @@ def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, Se
     if problems:
         raise ConfigError(problems)
     cluster, server = groups.pop("cluster"), groups.pop("server")
+    if server.api_key is None:  # Serve's proxies listen wherever they are told to
+        server = replace(server, explorer_hide_text=True)
     validate(server)
     return EngineConfig(**groups), cluster, server
 

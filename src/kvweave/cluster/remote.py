@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
@@ -41,6 +42,8 @@ class RemoteEngine:
         self._refreshing: asyncio.Task[None] | None = None
         self._live: dict[str, Any] = {}
         """Ray's streams of requests under way, by rid."""
+        self._aborting: set[asyncio.Future[Any]] = set()
+        """Referred to here, or they might be collected before they have run."""
 
     async def start(self) -> None:
         await self._refresh()
@@ -78,7 +81,8 @@ class RemoteEngine:
         """End a request; its answers finish with "abort". Unknown ids are ignored."""
         if rid in self._live:
             task = asyncio.ensure_future(self._broadcast("abort", rid))
-            task.add_done_callback(lambda done: done.exception())
+            self._aborting.add(task)
+            task.add_done_callback(self._aborted)
 
     async def flush_cache(self, timeout: float = 0.0) -> None:
         """All replicas forget all; RequestError names the first that could not within `timeout`."""
@@ -104,6 +108,8 @@ class RemoteEngine:
                 yield delta
         except RayTaskError as failure:  # what the engine raised, as it raised it
             raise failure.cause from None
+        except DeploymentUnavailableError:
+            raise RequestError("no replica is running; try again later", status=503) from None
         finally:
             del self._live[request.rid]
             stream.cancel()
@@ -115,26 +121,49 @@ class RemoteEngine:
             return answers
         except RayTaskError as failure:
             raise failure.cause from None
+        except (TimeoutError, RayActorError, DeploymentUnavailableError):
+            raise RequestError("a replica does not answer; try again later", status=503) from None
+
+    def _aborted(self, task: asyncio.Future[Any]) -> None:
+        self._aborting.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.warning("not every replica heard of an abort: %s", task.exception())
 
     async def _keep_refreshing(self) -> None:
         while True:
             await asyncio.sleep(_REFRESH_SECONDS)
-            await self._refresh()
+            try:
+                await self._refresh()
+            except Exception:  # the next try may go better; without one, nothing here would change
+                self.alive = False
+                logger.warning("the replicas could not be asked how they are", exc_info=True)
 
     async def snapshots(self) -> list[EngineSnapshot]:
-        """Of each replica that answers, in no particular order."""
+        """Of each replica that runs, in no particular order; TimeoutError if one hangs."""
         try:
             answers = await self._handle.broadcast("snapshot").results_async(
                 timeout_s=_BROADCAST_SECONDS, return_exceptions=True
             )
-        except TimeoutError:
+        except DeploymentUnavailableError:  # all have died, and Ray is starting others
             return []
         return [each for each in answers if isinstance(each, EngineSnapshot)]
 
     async def _refresh(self) -> None:
-        snapshots = await self.snapshots()
+        try:
+            snapshots = await self.snapshots()
+        except TimeoutError:  # that says nothing of the others; the figures stay as they were
+            self.alive = await self._any_answers()
+            return
         self.alive = bool(snapshots)
         self._snapshot = total(snapshots)
+
+    async def _any_answers(self) -> bool:
+        """Whether the one that Ray chooses does, as it would for a request."""
+        try:
+            await asyncio.wait_for(self._handle.snapshot.remote(), _BROADCAST_SECONDS)
+        except Exception:
+            return False
+        return True
 
     async def _idle(self) -> None:
         while self._live:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,11 @@ from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
 from kvweave.errors import EngineDeadError
 from kvweave.prefix.registry import exact_form
 from kvweave.server.model_card import Facts
+
+_HANGS_AFTER = 120.0
+"""Seconds without the end of a step, after which the engine is held to hang."""
+_MOST_UNREAD = 10_000
+"""Batches of events kept for a router that does not look; it asks for what it missed."""
 
 
 class EngineReplica:
@@ -51,16 +57,29 @@ class EngineReplica:
             **_addresses(engine),
         }
         self._engine = AsyncEngine(engine)
+        self._answering = 0
+        self._asked: tuple[float, asyncio.Task[None]] | None = None
         await self._engine.start()
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Ray Serve hands this to every router, once: how to follow this replica's cache."""
         return self._metadata
 
-    def check_health(self) -> None:
-        """Ray Serve replaces a replica that raises here."""
+    async def check_health(self) -> None:
+        """Ray Serve replaces a replica that raises here, as a rule three times.
+
+        A step that does not end is found by asking for something between two steps, while somebody
+        waits for an answer: when idle, the engine heals, and would stop for it.
+        """
         if not self._engine.alive:
             raise EngineDeadError("the engine has stopped")
+        if self._asked is not None and not self._asked[1].done():
+            seconds = time.monotonic() - self._asked[0]
+            if seconds > _HANGS_AFTER:
+                raise EngineDeadError(f"the engine hangs: no step has ended for {seconds:.0f} s")
+        elif self._answering:
+            between_steps = asyncio.ensure_future(self._engine.look(lambda engine: None))
+            self._asked = time.monotonic(), between_steps
 
     async def facts(self) -> Facts:
         """All replicas say the same."""
@@ -69,10 +88,12 @@ class EngineReplica:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
         """Deltas of all answers; when the caller goes away, the request is aborted."""
         stream = self._engine.generate(request)
+        self._answering += 1
         try:
             async for delta in stream:
                 yield delta
         finally:
+            self._answering -= 1
             await stream.aclose()
 
     async def abort(self, rid: str) -> None:
@@ -91,7 +112,12 @@ class EngineReplica:
 def _publishing(config: EngineConfig, address: str) -> EngineConfig:
     """`config`, with events on ports of this machine that the system chooses."""
     anywhere = f"tcp://{address}:0"
-    events = {"endpoint": anywhere, "bind": True, "replay_endpoint": anywhere}
+    events = {
+        "endpoint": anywhere,
+        "bind": True,
+        "replay_endpoint": anywhere,
+        "hwm": _MOST_UNREAD,
+    }
     return replace(config, cache=replace(config.cache, kv_events_config=json.dumps(events)))
 
 

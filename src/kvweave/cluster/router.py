@@ -7,7 +7,6 @@ it knows is a guess: a replica answers right whether the guess was or not.
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,8 +73,6 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
         self._followed: dict[ReplicaID, _Followed] = {}
         self._bookings: dict[str, _Booking] = {}
         """By Serve's internal request id."""
-        self._completed: deque[str] = deque()
-        """Filled by whatever thread a call ends on."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -99,7 +96,7 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
         known = [each for each in candidate_replicas if each.replica_id in self._followed]
         if request is None or pending_request is None or not known:
             return [candidate_replicas]
-        self._settle()
+        self._forget_unsent()
         keys = self._keys(request, self._followed[known[0].replica_id].keying)
         standings = {
             each.replica_id: self._followed[each.replica_id].standing(keys) for each in known
@@ -129,7 +126,11 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
                 self._followed[replica_id].book(booking)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._completed.append(internal_request_id)
+        """It is no load any more. Whatever is asked of replicas ends here, broadcasts too."""
+        booking = self._bookings.get(internal_request_id)
+        if booking is not None and booking.replica == replica_id:  # else it was sent on from there
+            del self._bookings[internal_request_id]
+            self._release(booking)
 
     def _keys(self, request: GenerateRequest, keying: Keying) -> PromptKeys:
         return PromptKeys(np.array(request.prompt_ids, np.int32), request.cache_salt, keying)
@@ -141,11 +142,8 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
         self._bookings[name] = booking
         self._followed[booking.replica].book(booking)
 
-    def _settle(self) -> None:
-        """Requests that ended since the last look are no load any more."""
-        while self._completed:
-            if (booking := self._bookings.pop(self._completed.popleft(), None)) is not None:
-                self._release(booking)
+    def _forget_unsent(self) -> None:
+        """Requests that never reached a replica do not end there either."""
         latest = time.monotonic() - _UNSENT_SECONDS
         for name, booking in list(self._bookings.items()):  # the oldest first
             if booking.time > latest:
