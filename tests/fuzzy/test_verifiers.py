@@ -98,10 +98,8 @@ def test_it_objects(world: SemanticWorld, fake: Fake) -> None:
     assert world.cache.stats().provider["paraphrase_vetoed"] == 1
 
 
-def test_it_is_not_asked_where_facts_differ(
-    world: SemanticWorld, fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvweave.fuzzy.paraphrase.differing", lambda donor, recipient: "20, 30")
+def test_it_is_not_asked_where_facts_differ(world: SemanticWorld, fake: Fake) -> None:
+    world.cache.paraphrases.facts = lambda donor, recipient: "20, 30"
     assert not served(world)
     assert fake.asked == []
 
