@@ -209,6 +209,15 @@ class ServerConfig:
     port: int = _flag(8000, "Port to listen on.")
     api_key: str | None = _flag(None, "Clients must send this key; KVWEAVE_API_KEY does the same.")
     max_body_bytes: int = _flag(16 * 2**20, "Largest request body.")
+    max_connections: int = _flag(
+        10_000, "Open connections; more are answered 503, except for /health."
+    )
+    keep_alive_seconds: float = _flag(5.0, "Time that a connection may be idle between requests.")
+    client_seconds: float = _flag(
+        60.0,
+        "Time that a client may take to send the head of a request, to send its body, or to take "
+        "something of its answer.",
+    )
     drain_seconds: float = _flag(
         30.0, "Time for running answers when the server is told to stop; then they are cut short."
     )
@@ -235,7 +244,8 @@ class ServerConfig:
         return self.explorer_hide_text or self.open
 
     def problems(self) -> list[str]:
-        found = _positive(self, "max_body_bytes")
+        found = _positive(self, "max_body_bytes", "max_connections")
+        found += _positive(self, "keep_alive_seconds", "client_seconds")
         if not (math.isfinite(self.drain_seconds) and self.drain_seconds >= 0):
             found.append(f"--drain-seconds is a time of 0 or more, not {self.drain_seconds}")
         if self.api_key == "":

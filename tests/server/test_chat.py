@@ -59,7 +59,7 @@ def test_text_parts_are_joined_and_other_parts_refused(client, engine):
     image = [{"type": "image_url", "image_url": {"url": "data:"}}]
     reply = say(client, messages=[{"role": "user", "content": image}])
     assert reply.status_code == 400
-    assert "not image_url" in reply.json()["error"]["message"]
+    assert "not 'image_url'" in reply.json()["error"]["message"]
 
 
 def test_the_newer_name_of_the_limit_wins(client):

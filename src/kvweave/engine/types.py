@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -47,9 +46,9 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raise RequestError naming the first field that is out of range."""
-        for name, low, high in _RANGES:
+        for name, low, high in RANGES:
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and low <= value <= high):
+            if value is not None and not low <= value <= high:  # as no NaN is
                 raise RequestError(
                     f"{name} must be between {low:g} and {high:g}, not {value}", param=name
                 )
@@ -58,14 +57,14 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise RequestError("stop strings must not be empty", param="stop")
         for token, bias in (self.logit_bias or {}).items():
-            if token < 0 or not (math.isfinite(bias) and -100 <= bias <= 100):
+            if token < 0 or not -100 <= bias <= 100:
                 raise RequestError(
                     f"logit_bias maps token ids to numbers from -100 to 100, not {token}: {bias}",
                     param="logit_bias",
                 )
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
+RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_tokens", 0, 2**31 - 1),
     ("min_tokens", 0, 2**31 - 1),
     ("temperature", 0, 2),
@@ -80,6 +79,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("logprobs", 0, SamplingParams.MAX_LOGPROBS),
     ("prompt_logprobs", 0, SamplingParams.MAX_LOGPROBS),
 )
+"""Of numbers, by name: the least and the most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

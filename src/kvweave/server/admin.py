@@ -7,19 +7,22 @@ import dataclasses
 import platform
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import aclosing
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Query
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import kvweave
 from kvweave.config import ClusterConfig, EngineConfig
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 from kvweave.events import EventsConfig
+from kvweave.server import schemas
 from kvweave.server.errors import error_response
+from kvweave.server.openapi import answers
 from kvweave.server.protocol import AbortBody
 from kvweave.server.service import Service
 
@@ -44,34 +47,38 @@ def admin_router(
     settings = _settings(*_leaves(engine_config), service.config, cluster or ClusterConfig())
     versions, started = _versions(), int(time.time())
 
-    @router.get("/health")
+    def get(path: str, shape: Any, *refusals: int, **more: Any) -> Callable[..., Any]:
+        shown = answers(shape, *refusals)
+        return router.get(path, response_model=None, responses=shown, **more)
+
+    @get("/health", schemas.Health)
     async def health() -> Response:
         return JSONResponse({"status": "ok"}) if engine.alive else _dead()
 
-    @router.get("/health_generate")
+    @get("/health_generate", schemas.Health)
     async def health_generate() -> Response:
         return await _probe(service)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
-    @router.get("/v1/models")
+    @get("/v1/models", schemas.ModelList)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [card.listing()]}
 
-    @router.get("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}", schemas.ModelFacts, 404)
     async def model(name: str) -> dict[str, Any]:
         card.require(name)
         return card.listing()
 
-    @router.get("/get_model_info")
-    @router.get("/model_info")
+    @get("/get_model_info", schemas.ModelInfo, name="get_model_info")
+    @get("/model_info", schemas.ModelInfo)
     async def model_info() -> dict[str, Any]:
         return card.facts()
 
-    @router.get("/get_server_info")
-    @router.get("/server_info")
+    @get("/get_server_info", schemas.ServerInfo, name="get_server_info")
+    @get("/server_info", schemas.ServerInfo)
     async def server_info() -> dict[str, Any]:
         now = engine.snapshot()
         # Flat, with SGLang's names, since routers made for it ask here what a worker serves.
@@ -89,7 +96,7 @@ def admin_router(
             "engine": dataclasses.asdict(now),
         }
 
-    @router.get("/get_load")
+    @get("/get_load", list[schemas.Load])
     async def load() -> list[dict[str, Any]]:
         now = engine.snapshot()
         # As SGLang says it, one entry a rank: its router's power_of_two policy asks.
@@ -102,13 +109,17 @@ def admin_router(
             }
         ]
 
-    @router.get("/flush_cache")
-    @router.post("/flush_cache")
+    @router.api_route(
+        "/flush_cache",
+        methods=["GET", "POST"],
+        response_model=None,
+        responses=answers(schemas.Flushed, 409),
+    )
     async def flush_cache(timeout: Annotated[float, Query(ge=0, le=3600)] = 0.0) -> dict[str, Any]:
         await engine.flush_cache(timeout)
         return {"success": True, "message": "the cache is empty"}
 
-    @router.post("/abort_request")
+    @router.post("/abort_request", response_model=None, responses=answers(schemas.Aborted))
     async def abort_request(body: AbortBody) -> dict[str, Any]:
         aborted = service.live.abort(None if body.abort_all else body.rid)
         return {"success": True, "aborted": aborted}

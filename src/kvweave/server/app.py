@@ -19,6 +19,7 @@ from kvweave.server.errors import install_error_handlers
 from kvweave.server.explorer.routes import explorer_router
 from kvweave.server.limits import ApiKeyGate, BodyLimit
 from kvweave.server.model_card import ModelCard
+from kvweave.server.openapi import describe
 from kvweave.server.service import Service, ServingEngine
 from kvweave.server.tokenization import tokenization_router
 
@@ -62,6 +63,7 @@ def build_app(
         docs_url=None,  # those pages load scripts from elsewhere
         redoc_url=None,
         strict_content_type=False,
+        generate_unique_id_function=lambda route: route.name,
     )
     app.state.service = service
     install_error_handlers(app)
@@ -72,7 +74,10 @@ def build_app(
     if service.history is not None:
         backend = engine_config.cache.prefix_cache_backend
         app.include_router(explorer_router(service, service.history, backend))
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    describe(app, key_wanted=config.api_key is not None)
+    app.add_middleware(
+        BodyLimit, max_bytes=config.max_body_bytes, max_seconds=config.client_seconds
+    )
     if config.api_key is not None:
         app.add_middleware(ApiKeyGate, api_key=config.api_key)
     return app

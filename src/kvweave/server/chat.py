@@ -9,8 +9,10 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from kvweave.engine.types import Completion, OutputDelta, TokenLogprob
+from kvweave.server.openapi import answers
 from kvweave.server.protocol import ChatBody
 from kvweave.server.reordering import ordered
+from kvweave.server.schemas import ChatCompletion, ChatCompletionChunk
 from kvweave.server.service import Service
 from kvweave.server.token_texts import TokenTexts, finite
 
@@ -19,7 +21,11 @@ def chat_router(service: Service) -> APIRouter:
     """The route, bound to `service`."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_class=Response)
+    @router.post(
+        "/v1/chat/completions",
+        response_class=Response,
+        responses=answers(ChatCompletion, 404, 429, event=ChatCompletionChunk),
+    )
     async def create_chat_completion(body: ChatBody) -> Response:
         service.card.require(body.model)
         limit = body.max_tokens

@@ -10,6 +10,8 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from kvweave.engine.types import Completion, OutputDelta, TokenLogprob
+from kvweave.server import schemas
+from kvweave.server.openapi import answers
 from kvweave.server.protocol import CompletionBody
 from kvweave.server.service import Service
 from kvweave.server.token_texts import TokenTexts, finite
@@ -19,7 +21,11 @@ def completions_router(service: Service) -> APIRouter:
     """The route, bound to `service`."""
     router = APIRouter()
 
-    @router.post("/v1/completions", response_class=Response)
+    @router.post(
+        "/v1/completions",
+        response_class=Response,
+        responses=answers(schemas.Completion, 404, 429, event=schemas.Completion),
+    )
     async def create_completion(body: CompletionBody) -> Response:
         service.card.require(body.model)
         more: dict[str, Any] = {"logprobs": body.logprobs}

@@ -37,7 +37,13 @@ def error_body(
 ) -> dict[str, Any]:
     """OpenAI's error object; its type follows from the HTTP status."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    message, param = _writable(message), param and _writable(param)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _writable(text: str) -> str:
+    """`text` in one line, and without halves of surrogate pairs: it may quote what was sent."""
+    return " ".join(text.encode("utf-8", "replace").decode().splitlines())
 
 
 def body_of(failure: Exception) -> dict[str, Any]:

@@ -14,11 +14,12 @@ MAX_STOP_IDS = MAX_BIASES = 1024
 MAX_NAME = 256
 MAX_MOVABLE = 64
 Prompt = str | tuple[int, ...]
+_NAME = rf"[!-~]{{1,{MAX_NAME}}}"
 
 
 def _printable(text: str) -> str:
     # It goes into a header and into the log.
-    if not re.fullmatch(rf"[!-~]{{1,{MAX_NAME}}}", text):
+    if not re.fullmatch(_NAME, text):
         raise ValueError(f"a rid has 1 to {MAX_NAME} printable ASCII characters, without spaces")
     return text
 
@@ -26,6 +27,15 @@ def _printable(text: str) -> str:
 def _short(text: str) -> str:
     if len(text) > MAX_NAME:
         raise ValueError(f"a cache_salt has at most {MAX_NAME} characters")
+    return _whole(text)
+
+
+def _whole(text: str) -> str:
+    """JSON can write half a character, which no text holds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds half a surrogate pair") from None
     return text
 
 
@@ -37,7 +47,7 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
     if any(len(text) > MAX_STOP_CHARS for text in stops):
         raise ValueError(f"a stop string has at most {MAX_STOP_CHARS} characters")
-    return tuple(stops)
+    return tuple(map(_whole, stops))
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -66,7 +76,7 @@ def _content(value: Any) -> str | tuple[str, ...] | None:
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"parts are of type text, with their text, not {kind}")
+            raise ValueError(f"parts are of type text, with their text, not {kind!r:.80}")
         texts.append(part["text"])
     return tuple(texts)
 
@@ -82,7 +92,7 @@ def _bias(value: Any) -> dict[int, float]:
             raise ValueError(f"a map from token ids to numbers, and {token!r} is no id")
         if type(bias) not in (int, float):
             raise ValueError(f"a map from token ids to numbers, and {bias!r} is no number")
-        biases[int(token)] = float(bias)
+        biases[int(token)] = bias  # of which an integer may be too large for a float
     return biases
 
 
@@ -94,19 +104,29 @@ def _all_ids(values: list[Any]) -> bool:
     return set(map(type, values)) <= {int}  # not isinstance: True is no token
 
 
-_ids_schema: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_id_schema: dict[str, Any] = {"type": "integer", "minimum": 0}
+_ids_schema: dict[str, Any] = {"type": "array", "items": _id_schema, "minItems": 1}
 _text_schema: dict[str, Any] = {"type": "string"}
+_stop_schema = _text_schema | {"minLength": 1, "maxLength": MAX_STOP_CHARS}
 _part_schema: dict[str, Any] = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": _text_schema},
     "required": ["type", "text"],
 }
-Rid = Annotated[str, AfterValidator(_printable)]
-CacheSalt = Annotated[str, AfterValidator(_short)]
+Rid = Annotated[
+    str,
+    AfterValidator(_printable),
+    WithJsonSchema({"type": "string", "pattern": f"^{_NAME}$"}),
+]
+CacheSalt = Annotated[
+    str, AfterValidator(_short), WithJsonSchema({"type": "string", "maxLength": MAX_NAME})
+]
 Stops = Annotated[
     tuple[str, ...],
     PlainValidator(_stops),
-    WithJsonSchema({"anyOf": [_text_schema, {"type": "array", "items": _text_schema}]}),
+    WithJsonSchema(
+        {"anyOf": [_stop_schema, {"type": "array", "items": _stop_schema, "maxItems": MAX_STOPS}]}
+    ),
 ]
 Content = Annotated[
     str | tuple[str, ...] | None,
@@ -116,18 +136,29 @@ Content = Annotated[
 LogitBias = Annotated[
     dict[int, float],
     PlainValidator(_bias),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIASES,
+        }
+    ),
 ]
-StopIds = Annotated[tuple[int, ...], BeforeValidator(_frozen), Field(max_length=MAX_STOP_IDS)]
+StopIds = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_frozen),
+    Field(max_length=MAX_STOP_IDS, json_schema_extra={"items": _id_schema}),
+]
 Prompts = Annotated[
     tuple[Prompt, ...],
     PlainValidator(_prompts),
     WithJsonSchema(
         {
             "anyOf": [
-                _text_schema,
-                {"type": "array", "items": _text_schema, "minItems": 1},
-                _ids_schema | {"minItems": 1},
+                _text_schema | {"minLength": 1},
+                {"type": "array", "items": _text_schema | {"minLength": 1}, "minItems": 1},
+                _ids_schema,
                 {"type": "array", "items": _ids_schema, "minItems": 1},
             ]
         }

@@ -28,7 +28,7 @@ class ApiKeyGate:
         self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope["path"]) or self._may_enter(scope):
+        if scope["type"] != "http" or is_open(scope["path"]) or self._may_enter(scope):
             await self.app(scope, receive, send)
             return
         refusal = error_response(
@@ -48,17 +48,19 @@ class ApiKeyGate:
         )
 
 
-def _is_open(path: str) -> bool:
+def is_open(path: str) -> bool:
+    """Whether nobody needs a key there."""
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 class BodyLimit:
     """Refuses bodies above `max_bytes`, announced or chunked, and those that take too long to come.
 
-    Answers 413 and 408. `max_seconds` is counted from the first read to the last byte.
+    Answers 413 and 408; and 415 for what is compressed, which could become any size.
+    `max_seconds` is counted from the first read to the last byte.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float = 60.0) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
         self.max_seconds = max_seconds
@@ -66,6 +68,11 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        coding = Headers(scope=scope).get("content-encoding", "identity")
+        if coding.strip().lower() not in ("identity", ""):
+            words = f"bodies are read as they are: content-encoding {coding[:64]} is not offered"
+            await error_response(words, status=415)(scope, receive, send)
             return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self.max_bytes:

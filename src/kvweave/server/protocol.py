@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvweave.engine.types import SamplingParams
+from kvweave.engine.types import RANGES, SamplingParams
 from kvweave.errors import RequestError
 from kvweave.server.fields import CacheSalt, LogitBias, Prompts, Rid, StopIds, Stops
 from kvweave.server.messages import ChatMessage, Reorder
@@ -43,8 +43,20 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
+def _show_ranges(schema: dict[str, Any]) -> None:
+    """For clients to read; a value out of range is refused by SamplingParams."""
+    for name, low, high in RANGES:
+        shown = schema["properties"].get(name, {})
+        for number in shown.get("anyOf", [shown]):
+            if number.get("type") in ("integer", "number"):
+                least = "exclusiveMinimum" if name == "top_p" else "minimum"
+                number |= {least: low, "maximum": high}
+
+
 class GenerationBody(_Body):
     """What both completion endpoints understand."""
+
+    model_config = ConfigDict(json_schema_extra=_show_ranges)
 
     REFUSED: ClassVar[dict[str, str]] = {
         "guided_json": "this server does not constrain what a model may write",
@@ -131,6 +143,13 @@ class CompletionBody(GenerationBody):
         return self
 
 
+_plain_text: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}},
+    "additionalProperties": False,
+}
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -147,9 +166,15 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, json_schema_extra={"anyOf": [{"enum": ["none", "auto"]}, {"type": "null"}]}
+    )
+    response_format: dict[str, Any] | None = Field(
+        None, json_schema_extra={"anyOf": [_plain_text, {"type": "null"}]}
+    )
+    modalities: list[str] | None = Field(
+        None, json_schema_extra={"anyOf": [{"const": ["text"]}, {"type": "null"}]}
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     reorder: Reorder | None = None
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from kvweave.server.openapi import answers
 from kvweave.server.protocol import DetokenizeBody, TokenizeBody
+from kvweave.server.schemas import Text, Tokens
 from kvweave.server.service import Service
 
 
@@ -15,7 +17,7 @@ def tokenization_router(service: Service) -> APIRouter:
     router = APIRouter()
     card, reader, texts = service.card, service.reader, service.texts
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", response_model=None, responses=answers(Tokens, 404))
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         card.require(body.model)
         if body.messages is not None:
@@ -30,7 +32,7 @@ def tokenization_router(service: Service) -> APIRouter:
             answer["token_strs"] = [texts.of(token)[0] for token in ids]
         return answer
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", response_model=None, responses=answers(Text, 404))
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         card.require(body.model)
         ids = reader.known(body.tokens, param="tokens")

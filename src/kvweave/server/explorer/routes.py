@@ -42,18 +42,18 @@ _T = TypeVar("_T")
 
 def explorer_router(service: Service, history: History, backend: str) -> APIRouter:
     """Routes below /explorer. `backend` is only shown."""
-    router = APIRouter(prefix="/explorer", include_in_schema=False)
+    router = APIRouter(prefix="/explorer")
     texts = None if service.config.hides_text else service.texts
 
-    @router.get("")
+    @router.get("", include_in_schema=False)
     async def page(request: Request) -> Response:
         return asset("index.html", request)
 
-    @router.get("/static/{name}")
+    @router.get("/static/{name}", include_in_schema=False)
     async def static(name: str, request: Request) -> Response:
         return asset(name, request)
 
-    @router.get("/api/overview")
+    @router.get("/api/overview", name="explorer_overview")
     async def overview(after: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
         """What runs, and the prompts with numbers above `after`."""
         now = service.engine.snapshot()
@@ -74,14 +74,14 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
             "timeline": [slice_view(part) for part in history.timeline.since(time.time() - 3600)],
         }
 
-    @router.get("/api/prompts/{number}")
+    @router.get("/api/prompts/{number}", name="explorer_prompt", responses={404: {}})
     async def prompt(number: _Number) -> dict[str, Any]:
         """The map of one prompt."""
         record = _known(history, number)
         lenders = await _paraphrase_lenders(service, history, record)
         return await asyncio.to_thread(prompt_view, record, history.before(record), lenders, texts)
 
-    @router.get("/api/prompts/{number}/why-not")
+    @router.get("/api/prompts/{number}/why-not", name="explorer_why_not", responses={404: {}})
     async def why_not(number: _Number) -> dict[str, Any]:
         """What earlier prompts had of the text that this one computed, and why it was not lent."""
         record = _known(history, number)
@@ -92,7 +92,7 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
         )
         return why_not_view(explained, declined, len(earlier), record, texts)
 
-    @router.get("/api/tree")
+    @router.get("/api/tree", name="explorer_tree")
     async def tree() -> dict[str, Any]:
         """The tree, its most recently used nodes first."""
         outline = await _outline(service, history)
