@@ -27,9 +27,11 @@ log = logging.getLogger("kvweave.server")
 def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> None:
     """Serve a model over an OpenAI-compatible API."""
     from kvweave.server.logs import configure_logging
+    from kvweave.server.open_files import with_files
     from kvweave.server.run import bind
 
     configure_logging(server.log_level, server.log_format)
+    server = with_files(server)
     listening = bind(server)  # before the model is loaded, which takes a while
     run_engines = _one_engine(engine) if cluster.replicas == 1 else _replicas(engine, cluster)
     with _leaving_on_sigterm(), run_engines as (answering, facts):

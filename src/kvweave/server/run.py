@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -13,10 +14,14 @@ from fastapi import FastAPI
 
 from kvweave.config import ServerConfig
 from kvweave.errors import ConfigError
+from kvweave.server.connections import Connection
+from kvweave.server.lobby import Lobby
 from kvweave.server.service import Service
 
 _LAST_WORDS_SECONDS = 5.0
 """For aborted answers to reach their clients, after the drain's deadline."""
+_KERNEL_BUFFER = 2**17
+"""Bytes of an answer that wait outside of the process; Linux makes it twice as many."""
 _LOOK_AGAIN = 0.05
 """Seconds between two looks at whether a second signal came."""
 
@@ -26,6 +31,8 @@ def bind(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     taken = socket.socket(family, socket.SOCK_STREAM)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it: without a bound, the kernel keeps megabytes for one who does not read.
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER)
     try:
         taken.bind((config.host, config.port))
     except OSError as failure:
@@ -63,9 +70,13 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[str], None]) -> None:
+        lobby = Lobby(app, config.max_connections)
+        connection = partial(Connection, lobby=lobby, client_seconds=config.client_seconds)
         super().__init__(
             uvicorn.Config(
                 app,
+                http=connection,  # type: ignore[arg-type]
+                timeout_keep_alive=config.keep_alive_seconds,  # type: ignore[arg-type]
                 log_config=None,
                 access_log=config.log_level == "debug",
                 timeout_graceful_shutdown=round(config.drain_seconds + _LAST_WORDS_SECONDS),
