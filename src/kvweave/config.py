@@ -130,6 +130,9 @@ class FuzzyConfig:
     fuzzy_semantic_threshold: float = _flag(
         0.8, "Least likeness, up to 1, of other words that say the same."
     )
+    fuzzy_semantic_min_span: int = _flag(
+        4, "Shortest run of tokens worth serving in other words; fewer are computed along."
+    )
     fuzzy_semantic_max_share: float = _flag(
         0.25, "Most of a prompt that may be served in other words; 0: none of it."
     )
@@ -163,6 +166,7 @@ class FuzzyConfig:
             "fuzzy_heal_queue",
         )
         found += _positive(self, "fuzzy_semantic_budget_ms", "fuzzy_semantic_index_tokens")
+        found += _positive(self, "fuzzy_semantic_min_span")
         found += _share(self, "fuzzy_min_reuse_ratio", "fuzzy_max_share", "fuzzy_refresh")
         found += _share(self, "fuzzy_semantic_threshold", "fuzzy_semantic_max_share")
         for name in ("fuzzy_self_check_max_kl", "fuzzy_self_check_max_decoys"):

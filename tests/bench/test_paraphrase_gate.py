@@ -56,5 +56,9 @@ def test_each_gate_is_counted_on_the_same_pairs(
     assert found["paraphrases_served_in_prompts", "facts"] == (2, 3)
     assert found["near_repeats_served_in_prompts", "facts"] == (1, 2)
     assert found["tokens_in_prompts", "facts"] == (len("holiday"), 3)
+    # However few they are.
+    assert found["false_serves_in_prompts_any_length", "cosine"] == (3, 3)
+    assert found["false_serves_in_prompts_any_length", "facts"] == (0, 3)
+    assert found["paraphrases_served_in_prompts_any_length", "facts"] == (3, 3)
     assert found["microseconds_per_pair", "facts"][1] == 5 * len(PAIRS)
     assert report.machine["texts"] == {"fow-cache": "fow-cache 0"}

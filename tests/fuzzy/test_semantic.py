@@ -84,6 +84,19 @@ def test_a_word_or_two_are_not_worth_it(world: SemanticWorld) -> None:
         world.finish(running)
 
 
+def test_unless_one_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.fuzzy.paraphrase.differing", lambda donor, recipient: None)
+    world = SemanticWorld(monkeypatch, replace(SEMANTIC, fuzzy_semantic_min_span=2))
+    world.teach(prompt("A child requires a passport for it."))
+    for sentence, served in (
+        ("A kid requires a passport for it.", []),
+        ("A kid needs a passport for it.", ["child requires"]),
+    ):
+        running = world.ask(prompt(sentence))
+        assert world.said(running) == served, sentence
+        world.finish(running)
+
+
 def test_nor_are_they_waited_for_between_moved_text(world: SemanticWorld) -> None:
     world.teach(prompt("A child requires a passport for it."))
     for sentence, compared in (("A kid needs a passport for it.", 0), ("A kid needs a card.", 1)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -35,15 +36,15 @@ _PATIENCE = 300.0
 
 
 def served_in_prompts(
-    setting: Setting, pairs: Sequence[Pair], gates: Mapping[str, Verifier]
+    setting: Setting, pairs: Sequence[Pair], gates: Mapping[str, Verifier], config: FuzzyConfig
 ) -> dict[str, list[int]]:
     """By gate, for each pair: tokens of one that are served in the other's words, whichever of the
     two comes first; the more of both orders.
 
-    Threshold, lengths, shares and all other rules are the default ones; only what compares facts is
-    exchanged. Donors are embedded once, and the same prompts asked of them behind each gate.
+    Threshold, lengths, shares and all other rules are those of `config`; only what compares facts
+    is exchanged. Donors are embedded once, and the same prompts asked of them behind each gate.
     """
-    desk = _Desk(setting.loaded)
+    desk = _Desk(setting.loaded, config)
     served: dict[str, list[int]] = {arm: [] for arm in gates}
     with setting.progress("batches of prompts", -(-len(pairs) // _BATCH)) as advance:
         for at in range(0, len(pairs), _BATCH):
@@ -58,15 +59,14 @@ def served_in_prompts(
 class _Desk:
     """An engine that has read what customers asked; each pair and order is a customer."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        fuzzy = FuzzyConfig(fuzzy_provider="semantic", fuzzy_semantic_budget_ms=1e3 * _PATIENCE)
+    def __init__(self, loaded: LoadedModel, config: FuzzyConfig) -> None:
+        fuzzy = replace(config, fuzzy_provider="semantic", fuzzy_semantic_budget_ms=1e3 * _PATIENCE)
         pool = PagePool(_POOL_TOKENS // _PAGE, _PAGE)
         options = CacheOptions(fuzzy=fuzzy, decode=decoder(loaded.tokenizer))
         self._cache = FuzzyCache(pool, options, _Unmoved())
         cache = CacheConfig(prefix_cache_backend=FuzzyCache.name, page_size=_PAGE)
-        config = EngineConfig(cache=cache, fuzzy=fuzzy)
         machinery = Machinery(pool, self._cache, _Mute(loaded.vocab_size))
-        self._engine = Engine(config, loaded, machinery)
+        self._engine = Engine(EngineConfig(cache=cache, fuzzy=fuzzy), loaded, machinery)
         self._encode = loaded.tokenizer.encode
         self._ids = itertools.count()
 

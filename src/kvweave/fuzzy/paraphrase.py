@@ -35,10 +35,6 @@ _log = logging.getLogger(__name__)
 UNKNOWN_TURN = 128
 """Tokens at the end of a prompt that count as its question if nobody knows where that begins."""
 
-LEAST_SAVED = 4
-"""Tokens that a run in other words has to save. Fewer are computed along with what stands around
-them, in the same step: to read other words for their sake would be a risk for nothing."""
-
 _REMEMBERED = 256
 
 
@@ -137,8 +133,11 @@ class ParaphraseGate:
         config, begin = self._config, claim.start - claim.lead
         if claim.lead < 0 or claim.length < 1:
             return "lengths", f"{claim.length} tokens cannot stand for {claim.end - begin}"
-        if claim.length < LEAST_SAVED:
-            return "lengths", f"it would save {claim.length} of the {LEAST_SAVED} tokens it has to"
+        if claim.length < config.fuzzy_semantic_min_span:
+            # Few are computed along with what stands around them, in the same step: to read other
+            # words for their sake would be a risk for nothing.
+            least = config.fuzzy_semantic_min_span
+            return "lengths", f"it would save {claim.length} of the {least} tokens it has to"
         if begin < max(exact, config.fuzzy_sink_tokens):
             return "placed", "it reaches into what is served exactly, or into the first tokens"
         if claim.end > question_of(view) or claim.end > len(view.tokens) - config.fuzzy_min_suffix:

@@ -8,10 +8,10 @@ import numpy as np
 
 from kvweave.bench.quality.writer import Asked, Case, Writer, question_about
 from kvweave.bench.workloads.prompts import instruction
+from kvweave.config import FuzzyConfig
 from kvweave.errors import KvweaveError
 from kvweave.fuzzy.donors import common_suffix
 from kvweave.fuzzy.facts import differing
-from kvweave.fuzzy.paraphrase import LEAST_SAVED
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.node import common_prefix
 
@@ -90,7 +90,8 @@ def _pairs(writer: Writer) -> list[tuple[IntArray, IntArray]]:
             continue
         theirs, ours = _shorter_first(writer, both)
         before = common_prefix(ours, theirs)
-        if len(theirs) - before - common_suffix(ours[before:], theirs[before:]) >= LEAST_SAVED:
+        differing_tokens = len(theirs) - before - common_suffix(ours[before:], theirs[before:])
+        if differing_tokens >= FuzzyConfig().fuzzy_semantic_min_span:
             found.append((theirs, ours))
     if not found:
         raise KvweaveError(f"no pair of {SOURCE} states the same facts")

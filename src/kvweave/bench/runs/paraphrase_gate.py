@@ -20,6 +20,11 @@ from kvweave.fuzzy.facts import Verifier, differing
 from kvweave.fuzzy.facts.reading import read
 from kvweave.fuzzy.semantic.embedders import make_embedder
 
+_AS_PROMPTS = {
+    "_in_prompts": FuzzyConfig(),
+    "_in_prompts_any_length": FuzzyConfig(fuzzy_semantic_min_span=1),
+}
+"""Most pairs differ in a word or two, which are computed by default, whoever is the judge."""
 _ROUNDS = 5
 _BATCH = 50
 
@@ -33,12 +38,13 @@ def measure(setting: Setting) -> list[Row]:
     if theirs is not None:
         gates["semblend"] = theirs
     rows = _rows(pairs, _as_texts(pairs, gates, _likenesses(setting, pairs)), "")
-    in_prompts = served_in_prompts(setting, pairs, gates)
-    rows += _rows(pairs, in_prompts, "_in_prompts")
-    for arm, tokens in in_prompts.items():
-        if any(tokens):
-            served = [float(count) for count in tokens if count]
-            rows.append(row("tokens_in_prompts", arm, served, "tokens"))
+    for where, config in _AS_PROMPTS.items():
+        in_prompts = served_in_prompts(setting, pairs, gates, config)
+        rows += _rows(pairs, in_prompts, where)
+        for arm, tokens in in_prompts.items():
+            if any(tokens):
+                served = [float(count) for count in tokens if count]
+                rows.append(row(f"tokens{where}", arm, served, "tokens"))
     return rows + _timings(pairs, gates)
 
 

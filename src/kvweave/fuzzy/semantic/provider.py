@@ -17,7 +17,7 @@ from kvweave.config import FuzzyConfig
 from kvweave.errors import ConfigError
 from kvweave.fuzzy.donors import common_suffix
 from kvweave.fuzzy.index import SpanIndex
-from kvweave.fuzzy.paraphrase import LEAST_SAVED, question_of
+from kvweave.fuzzy.paraphrase import question_of
 from kvweave.fuzzy.passages import LONGEST, Cutter, Passage
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.fuzzy.semantic.desk import Desk
@@ -190,7 +190,7 @@ class SemanticProvider(FuzzyMatchProvider):
         text = view.tokens[first : end + LONGEST]
         for at, passage in enumerate(self._cutter.cut(text, first)):
             computed = min(passage.end, end) - max(passage.start, begin)
-            worth_it = computed >= LEAST_SAVED and passage.end <= question
+            worth_it = computed >= self.config.fuzzy_semantic_min_span and passage.end <= question
             cut_off = at == 0 and first > 0
             if not worth_it or cut_off or not _SHORTEST <= passage.end - passage.start <= LONGEST:
                 continue
@@ -223,7 +223,7 @@ class SemanticProvider(FuzzyMatchProvider):
         after = common_suffix(ours[before:], theirs[before:])
         length = len(theirs) - before - after
         region = len(ours) - before - after
-        if not LEAST_SAVED <= length <= region:
+        if not self.config.fuzzy_semantic_min_span <= length <= region:
             return None
         end = sentence.end - after
         return Candidate(
