@@ -186,7 +186,6 @@ def test_where_sending_broke_down_batches_are_counted_and_not_kept(open_publishe
 
 
 def test_a_salt_that_no_encoding_has_stops_nothing(open_publisher):
-    """JSON may hold half a surrogate pair, and anybody may send it as a salt."""
     publisher = open_publisher()
     publisher.publish([BlockStored((1,), None, (5,), 1, "a\ud800")])
     publisher.publish([stored(2)])

@@ -179,6 +179,30 @@ def test_hidden_text_is_nowhere_in_any_answer(how):
         assert replies[3].json()["runs"][0]["length"] > 100
 
 
+@pytest.mark.parametrize(
+    ("host", "key", "shown"),
+    [
+        ("localhost:8000", None, True),
+        ("[::1]", None, True),
+        ("127.0.0.1.elsewhere.example", None, False),
+        ("elsewhere.example:8000", None, False),
+        ("", None, False),
+        ("elsewhere.example:8000", "k", True),
+    ],
+)
+def test_under_a_foreign_name_text_needs_a_key(host, key, shown):
+    """A page from elsewhere can have its own name lead a browser to this machine."""
+    with explored(api_key=key) as client:
+        ask(client, SECRET + DOCUMENT)
+        for path in ("overview", "prompts/1", "prompts/1/why-not", "tree"):
+            reply = client.get(f"/explorer/api/{path}", headers={"Host": host})
+            assert reply.status_code == 200
+            if path == "overview":
+                assert reply.json()["text_hidden"] is not shown
+            elif path != "prompts/1/why-not":
+                assert ("vault" in reply.text.replace('","', "")) is shown
+
+
 def test_an_open_server_hides_text_and_one_with_a_key_need_not():
     assert ServerConfig(host="0.0.0.0").hides_text
     assert not ServerConfig(host="0.0.0.0", api_key="k").hides_text

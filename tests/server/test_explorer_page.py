@@ -303,6 +303,32 @@ def test_a_narrow_window_needs_no_sideways_scrolling(open_page, url, view):
     shot(page, f"narrow-{view.split('/')[0]}")
 
 
+def test_where_the_server_began_anew_nothing_old_stays(open_page):
+    with explored() as client:
+        for text in ("first", "second", "third"):
+            ask(client, text)
+        page = open_page(str(client.base_url), "prompts/3")
+        page.get_by_role("heading", name="Prompt #3").wait_for()
+        history = client.service.history
+        history._records.clear()
+        history._added, history.started = 0, history.started + 1
+        ask(client, "of another life")
+        page.locator(".prompts li").nth(2).wait_for(state="detached")
+        assert page.locator(".prompts li b").all_inner_texts() == ["#1"]
+
+
+def test_a_server_that_answers_later_is_shown_then(open_page, server):
+    page = open_page(server.url, "no/where")
+    page.locator("main h1").wait_for()
+    page.route(re.compile("/api/overview"), lambda route: route.fulfill(status=503, json={}))
+    page.reload()
+    page.get_by_text("the server answered 503").wait_for()
+    page.unroute_all()
+    page.locator("main h1").wait_for()
+    page.goto(f"{server.url}/explorer#/constructor")
+    page.get_by_role("heading", name="Overview").wait_for()
+
+
 def test_news_comes_by_itself(open_page, server, engine):
     page = open_page(server.url, "prompts")
     with server.client() as client:

@@ -28,8 +28,7 @@ class Batch(NamedTuple):
 def encode_batch(events: Sequence[KVEvent], time: float, form: str = "map") -> bytes:
     """One message's payload; `form` is EventsConfig's `format`.
 
-    A salt is whatever a client made of JSON, which may be half a surrogate pair: no UTF-8 has that,
-    so it is said as its escape.
+    A salt that a program gives may be half a surrogate pair. UTF-8 has none, so its escape is said.
     """
     write = _as_map if form == "map" else _as_array
     said = [time, [write(event) for event in events], 0]

@@ -70,6 +70,8 @@ class History:
     """Records by number, oldest first; the oldest go when there are too many, or too long ones."""
 
     def __init__(self, most_prompts: int = MOST_PROMPTS, most_tokens: int = MOST_TOKENS) -> None:
+        self.started = time.time()
+        """Tells two histories apart whose numbers mean different prompts."""
         self.timeline = Timeline()
         self._records: deque[Record] = deque()
         self._most_prompts = most_prompts

@@ -20,8 +20,10 @@ let asking = null;
 async function poll() {
   const last = Math.max(0, ...state.prompts.keys());
   let news = await get(`overview?after=${last}`);
+  // Where the server began anew, numbers mean other prompts, whatever is on the screen.
+  if (state.overview && news.started !== state.overview.started) location.reload();
   if (news.oldest > last + 1 && state.prompts.size) {
-    state.prompts.clear(); // more came than are kept, or the server began anew
+    state.prompts.clear(); // more came than are kept
     news = await get("overview?after=0");
   }
   for (const prompt of news.prompts) state.prompts.set(prompt.number, prompt);
@@ -56,7 +58,7 @@ function askForKey(problem) {
 function route() {
   const [path, query] = location.hash.replace(/^#\//, "").split("?");
   const [name, ...rest] = (path || "overview").split("/");
-  return { name: name in VIEWS ? name : "overview", rest, query: new URLSearchParams(query) };
+  return { name: Object.hasOwn(VIEWS, name) ? name : "overview", rest, query: new URLSearchParams(query) };
 }
 
 function show() {
@@ -81,6 +83,7 @@ function show() {
 async function tick() {
   // A key that is being typed would only be refused once more.
   if (!document.hidden && !$("key-dialog").open) await refresh();
+  if (state.overview && !view) show(); // it did not answer when it was asked first
   asking = setTimeout(tick, EVERY);
 }
 
