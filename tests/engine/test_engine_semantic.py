@@ -188,6 +188,19 @@ def test_questions_and_exact_requests_are_computed(office: Office) -> None:
         assert paraphrased(office.ask(SAME, **more)) == 0  # type: ignore[arg-type]
 
 
+def test_an_embedder_that_is_killed_costs_nobody_an_answer(office: Office) -> None:
+    desk = office.cache._guard._provider.desk  # type: ignore[attr-defined]
+    failed = desk.counts["failed"]
+    desk._embedder._process._running[0].kill()
+    assert office.ask("Nobody has ever asked for this before, nor will again.").token_ids
+    assert office.cache.settle(200)
+    assert desk.counts["failed"] > failed
+    office.engine.flush_cache()
+    office.teach(DONOR)
+    assert paraphrased(office.ask(SAME)) > 0, "another one has been started"
+    office.engine.check()
+
+
 def test_under_pressure_donors_go_and_answers_come(office: Office) -> None:
     for turn in range(12):
         buy, begins = (("buy", "starts"), ("purchase", "begins"))[turn % 2]

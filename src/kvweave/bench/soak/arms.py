@@ -77,19 +77,21 @@ def run(arm: str, setting: Setting, judges: Executor, outcome: Outcome) -> None:
     """Fills in `outcome`, also when it is interrupted."""
     audit, log = setting.folder / f"{arm}.audit.jsonl", setting.folder / f"{arm}.log"
     audit.write_text("")
-    with serving(arm, setting, audit, log) as (server, url):
-        asyncio.run(_under_load(outcome, setting, judges, server, Client(url)))
-        server.send_signal(signal.SIGTERM)
-        try:
-            code = server.wait(_LEAVES_WITHIN)
-            if code != 0:
-                outcome.problems.append(f"the server ended with status {code}")
-        except subprocess.TimeoutExpired:
-            outcome.problems.append("the server did not leave when it was told to")
-    samples = "".join(json.dumps(asdict(each)) + "\n" for each in outcome.samples)
-    (setting.folder / f"{arm}.samples.jsonl").write_text(samples)
-    _read_audit(audit, outcome)
-    _read_log(log, outcome)
+    try:
+        with serving(arm, setting, audit, log) as (server, url):
+            asyncio.run(_under_load(outcome, setting, judges, server, Client(url)))
+            server.send_signal(signal.SIGTERM)
+            try:
+                code = server.wait(_LEAVES_WITHIN)
+                if code != 0:
+                    outcome.problems.append(f"the server ended with status {code}")
+            except subprocess.TimeoutExpired:
+                outcome.problems.append("the server did not leave when it was told to")
+    finally:
+        samples = "".join(json.dumps(asdict(each)) + "\n" for each in outcome.samples)
+        (setting.folder / f"{arm}.samples.jsonl").write_text(samples)
+        _read_audit(audit, outcome)
+        _read_log(log, outcome)
 
 
 @contextmanager
@@ -104,6 +106,7 @@ def serving(
             stdout=subprocess.PIPE,
             stderr=lines,
             text=True,
+            start_new_session=True,  # an interrupted soak ends it in its own way
             env=os.environ | {launcher.AUDIT_FILE: str(audit), launcher.SEED: str(setting.seed)},
         )
         assert server.stdout is not None

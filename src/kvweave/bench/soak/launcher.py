@@ -13,6 +13,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from kvweave.engine.scheduler import Scheduler
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.fuzzy.index import SpanIndex
 from kvweave.fuzzy.semantic.provider import SemanticProvider
+from kvweave.fuzzy.sidecar import Sidecar
 from kvweave.kv.mover import TensorMover
 from kvweave.prefix.base import PrefixCache
 from kvweave.prefix.hash import HashCache
@@ -89,6 +91,7 @@ def before(owner: Any, name: str, then: Callable[..., None]) -> None:
     """Have `then`, which may raise, run before the method."""
     original = getattr(owner, name)
 
+    @wraps(original)
     def trapped(*args: Any, **more: Any) -> Any:
         then(*args)
         return original(*args, **more)
@@ -173,6 +176,14 @@ def set_snares(audit: Audit) -> None:
     before(Reporter, "planned", lambda *_: audit.maybe("counting"))
     before(Reporter, "snapshot", lambda *_: audit.maybe("gauges"))
     before(Healer, "_advance", lambda *_: audit.maybe("healing", 0.05))
+    before(Sidecar, "ask", lambda sidecar, _: _kill(audit, sidecar))
+
+
+def _kill(audit: Audit, sidecar: Sidecar) -> None:
+    """Whatever embeds texts dies now and then; the next question starts another."""
+    if sidecar._running and audit.chance.random() < 4 * _CHANCE:
+        audit.say("fault", phase="embedder killed", rid=None)
+        sidecar._running[0].kill()
 
 
 def look_inside(audit: Audit) -> None:

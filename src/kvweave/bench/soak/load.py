@@ -51,7 +51,7 @@ class Load:
             for task in extra:
                 task.cancel()
             await asyncio.gather(*tasks, *extra, return_exceptions=True)
-            await asyncio.gather(*self._judging)
+            await asyncio.gather(*self._judging)  # raises what the judge did
         for task in tasks:
             task.result()
 

@@ -7,6 +7,7 @@ only where two are likely alike, within rounding.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,8 @@ class Judgement:
 
 
 def load(folder: Path) -> None:
-    """Once in the judge's process."""
+    """Once in the judge's process, which leaves it to others to be interrupted."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     global _model
     torch.set_num_threads(1)
     _model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
