@@ -96,6 +96,7 @@ def failed(status: int, words: str) -> Reply:
     [
         (asked(), replied(), None),
         (asked(), replied(text="x"), "end by length"),
+        (asked("fault:lease"), failed(500, "the model's output holds no valid numbers"), None),
         (asked(), replied(finish="abort"), "aborted"),
         (asked(), replied(usage=None), "prompt tokens"),
         (asked(), replied(details={"moved_tokens": 1}), "only exact KV"),

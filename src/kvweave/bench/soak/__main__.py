@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -38,6 +39,8 @@ def main() -> int:
         every=min(10.0, max(0.5, 60 * given.minutes / 60)),
     )
     model.save(setting.model, given.seed)
+    for each in (signal.SIGINT, signal.SIGTERM):  # shells let what runs behind them ignore one
+        signal.signal(each, signal.default_int_handler)
     outcomes: list[Outcome] = []
     interrupted = False
     context = multiprocessing.get_context("spawn")

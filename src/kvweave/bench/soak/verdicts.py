@@ -9,7 +9,7 @@ from typing import Any
 
 from kvweave.bench.soak.client import Reply
 from kvweave.bench.soak.launcher import FATAL, WORDS
-from kvweave.bench.soak.model import EOS_ID, encode
+from kvweave.bench.soak.model import CONTEXT, EOS_ID, encode
 from kvweave.bench.soak.oracle import Claim
 from kvweave.bench.soak.workload import Case
 
@@ -176,7 +176,8 @@ def _add_claim(case: Case, prompt: str, answer: Answer, found: Verdict) -> None:
             found.problems.append("aborted, and nobody had wanted that")
         found.outcome = "aborted"
     elif answer.finish == "length":
-        if len(tokens) != case.body["max_tokens"]:
+        full = len(prompt) + len(tokens) >= CONTEXT
+        if len(tokens) != case.body["max_tokens"] and not full:
             found.problems.append(f"{len(tokens)} tokens end by length")
     elif answer.finish == "stop" and answer.matched == EOS_ID:
         tokens.append(EOS_ID)
