@@ -203,6 +203,47 @@ def test_there_is_room_for_so_many_errands(monkeypatch: pytest.MonkeyPatch) -> N
     assert ran == ["c", "d", "e"]
 
 
+def test_of_late_texts_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts may come faster than they are embedded, for hours."""
+    monkeypatch.setattr("kvweave.fuzzy.semantic.desk._MOST_URGENT", 3)
+    slow = Slow()
+    desk = Desk(slow, quiet=0.01)
+    desk.vectors(["at work"], 0.0)
+    while not desk._working:
+        time.sleep(0.005)
+    for text in "abcde":
+        assert desk.vectors([text], 0.0) == [None]
+    assert desk.counts["dropped"] == 2
+    slow.let.release(2)
+    assert desk.settle(20)
+    assert slow.texts == ["at work", "c", "d", "e"]
+    assert not desk._coming
+    [found] = desk.vectors(["e"], 0.0)
+    assert found is not None
+
+
+def test_an_embedder_that_fails_too_often_is_not_asked_again_by_anybody() -> None:
+    asked: list[list[str]] = []
+
+    class Short(Slow):
+        def encode(self, texts: Sequence[str]) -> np.ndarray:
+            asked.append(list(texts))
+            return super().encode(texts)[:-1]  # a vector too few
+
+    short = Short()
+    desk = Desk(short, quiet=1e6)
+    desk.later(lambda: ["whenever"], lambda vectors: None)
+    desk.vectors([str(at) for at in range(80)], 0.0)
+    short.let.release(80)
+    assert desk.settle(20)
+    deadline = time.monotonic() + 20
+    while (desk._urgent or desk._working) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert desk.dead
+    assert len(asked) == 3
+    assert not any((desk._urgent, desk._coming, desk._errands))
+
+
 def test_an_errand_that_raises_costs_only_itself(caplog: pytest.LogCaptureFixture) -> None:
     desk, delivered = Desk(Meaning(), quiet=0.01), []
 

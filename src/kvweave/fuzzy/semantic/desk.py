@@ -26,6 +26,8 @@ _QUIET = 1.0
 _PATIENCE, _BUSY_SHARE = 30.0, 0.05
 """Errands that waited so long get this share of the time although the engine is busy."""
 _MOST_ERRANDS = 4096
+_MOST_URGENT = 256
+"""Texts that were too late for their own prompts, and wait to be there for the next."""
 _BATCH = 16
 _REMEMBERED = 2048
 _MOST_FAILURES = 3
@@ -35,8 +37,8 @@ class Desk:
     """One thread in front of one embedder.
 
     `urgent` texts come first and are remembered, so that whoever came too late for one prompt has
-    them for the next. Errands wait until the engine is idle; the oldest are dropped when there are
-    too many. An embedder that fails several times in a row is not asked again.
+    them for the next. Errands wait until the engine is idle. Of both, the oldest are dropped when
+    there are too many. An embedder that fails several times in a row is not asked again.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class Desk:
         self._rest_until = 0.0
         self._failures = 0
         self.counts = dict.fromkeys(("embedded", "dropped", "failed"), 0)
-        """Texts embedded, errands dropped for lack of room, calls of the embedder that failed."""
+        """Texts embedded, errands and late texts dropped for lack of room, calls of the embedder
+        that failed."""
         thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="kvweave-embedder")
         thread.daemon = True
         weakref.finalize(self, _wind_up, self._changed, self._over)
@@ -117,10 +120,18 @@ class Desk:
             elif self.dead or self._over.is_set():
                 future.cancel()
             else:
+                if len(self._urgent) >= _MOST_URGENT:
+                    self._drop_oldest()
                 self._coming[text] = future
                 self._urgent.append((text, future))
                 self._changed.notify_all()
             return future
+
+    def _drop_oldest(self) -> None:
+        text, future = self._urgent.popleft()
+        del self._coming[text]
+        future.cancel()
+        self.counts["dropped"] += 1
 
     # On the desk's thread.
 
@@ -205,13 +216,19 @@ class Desk:
                 self._serve(urgent)
 
     def _encode(self, texts: Sequence[str]) -> Vectors | None:
+        if self.dead:
+            return None
         try:
             found = self._embedder.encode(texts)
+            if len(found) != len(texts):
+                raise ValueError(f"{len(found)} vectors for {len(texts)} texts")
         except Exception:
             if self._over.is_set():
                 return None  # the embedder ends first, and that is no fault of its
             self.counts["failed"] += 1
             self._failures += 1
+            if self.dead:
+                self._errands.clear()
             what = "and is not asked again" if self.dead else "this time"
             _log.warning("the embedder failed, %s", what, exc_info=True)
             return None
