@@ -120,6 +120,7 @@ class Req:
         input_embeds: Any = None,
         positional_embed_overrides: Any = None,
         session: Any = None,
+        beam_group: Any = None,
     ) -> None:
         self.rid, self.extra_key, self.cache_salt = rid, extra_key, cache_salt
         self.full_untruncated_fill_ids = array("q", tokens)
@@ -127,6 +128,7 @@ class Req:
         self.return_logprob, self.logprob_start_len = return_logprob, -1
         self.input_embeds, self.session = input_embeds, session
         self.positional_embed_overrides = positional_embed_overrides
+        self.beam_group = beam_group
         self.multimodal_inputs = None
         self.skip_radix_cache_insert = False
         self.prefix_len, self.host_hit_length = 0, 0

@@ -106,6 +106,7 @@ def test_nothing_is_lent_across_salts_and_extra_keys(
         {"input_embeds": [[0.0]]},
         {"positional_embed_overrides": object()},
         {"session": object()},
+        {"beam_group": object()},
     ],
 )
 def test_who_wants_or_needs_exact_kv_gets_it(about: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ def may_be_moved(req: Any) -> bool:
         wants_prompt_logprobs
         or more_than_tokens
         or req.session is not None
+        or req.beam_group is not None  # SGLang does not search beams behind host hits
         or custom.get(OPT_OUT) is False
     )
 

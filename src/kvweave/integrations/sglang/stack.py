@@ -36,6 +36,8 @@ _FLAGS = (
     _Flag("enable_streaming_session", (False,), "its sessions keep KV outside the tree"),
     _Flag("enable_session_radix_cache", (False,), _UNTRIED),
     _Flag("dllm_algorithm", (None,), "diffusion models attend to later tokens"),
+    _Flag("kv_canary", ("none",), "it would take moved KV for damage"),
+    _Flag("enable_pdmux", (False,), "it computes prompts on streams of their own"),
     _Flag("disaggregation_mode", ("null",), _UNTRIED),
     _Flag("pp_size", (1,), _UNTRIED),
     _Flag("dcp_size", (1,), "it spreads a prompt's KV over ranks"),
