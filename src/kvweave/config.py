@@ -212,6 +212,11 @@ class ServerConfig:
     host: str = _flag("127.0.0.1", "Address to listen on.")
     port: int = _flag(8000, "Port to listen on.")
     api_key: str | None = _flag(None, "Clients must send this key; KVWEAVE_API_KEY does the same.")
+    admin_api_key: str | None = _flag(
+        None,
+        "What operators ask (the explorer, metrics, settings, flushing, aborting) takes this key "
+        "and not the clients'; KVWEAVE_ADMIN_API_KEY does the same.",
+    )
     max_body_bytes: int = _flag(16 * 2**20, "Largest request body.")
     max_connections: int = _flag(
         10_000, "Open connections; more are answered 503, except for /health."
@@ -245,15 +250,20 @@ class ServerConfig:
     @property
     def hides_text(self) -> bool:
         """The explorer shows no text: by order, or since anyone could read everyone's prompts."""
-        return self.explorer_hide_text or self.open
+        return self.explorer_hide_text or (self.open and self.admin_api_key is None)
 
     def problems(self) -> list[str]:
         found = _positive(self, "max_body_bytes", "max_connections")
         found += _positive(self, "keep_alive_seconds", "client_seconds")
         if not (math.isfinite(self.drain_seconds) and self.drain_seconds >= 0):
             found.append(f"--drain-seconds is a time of 0 or more, not {self.drain_seconds}")
-        if self.api_key == "":
-            found.append("--api-key must not be empty")
+        found += [
+            f"{flag_name(name)} must not be empty"
+            for name in ("api_key", "admin_api_key")
+            if getattr(self, name) == ""
+        ]
+        if self.api_key is not None and self.api_key == self.admin_api_key:
+            found.append("--admin-api-key must be another one than --api-key, or there is no use")
         if not 0 <= self.port <= 65535:
             found.append(f"--port is a number up to 65535, not {self.port}")
         return found

@@ -172,9 +172,10 @@ def _leaves(config: EngineConfig) -> list[Any]:
 
 
 def _settings(*groups: Any) -> dict[str, Any]:
-    """Every flag by its name, as it is in force; the key stays secret."""
+    """Every flag by its name, as it is in force; keys stay secret."""
     settings: dict[str, Any] = {}
     for group in groups:
         settings.update(dataclasses.asdict(group))
-    settings["api_key"] = settings["api_key"] is not None
+    for secret in ("api_key", "admin_api_key"):
+        settings[secret] = settings[secret] is not None
     return settings

@@ -17,7 +17,8 @@ from kvweave.server.chat import chat_router
 from kvweave.server.completions import completions_router
 from kvweave.server.errors import install_error_handlers
 from kvweave.server.explorer.routes import explorer_router
-from kvweave.server.limits import ApiKeyGate, BodyLimit
+from kvweave.server.keys import KeyGate, Keys
+from kvweave.server.limits import BodyLimit
 from kvweave.server.model_card import ModelCard
 from kvweave.server.openapi import describe
 from kvweave.server.service import Service, ServingEngine
@@ -74,12 +75,13 @@ def build_app(
     if service.history is not None:
         backend = engine_config.cache.prefix_cache_backend
         app.include_router(explorer_router(service, service.history, backend))
-    describe(app, key_wanted=config.api_key is not None)
+    keys = Keys(config)
+    describe(app, keys)
     app.add_middleware(
         BodyLimit, max_bytes=config.max_body_bytes, max_seconds=config.client_seconds
     )
-    if config.api_key is not None:
-        app.add_middleware(ApiKeyGate, api_key=config.api_key)
+    if keys.any:
+        app.add_middleware(KeyGate, keys=keys)
     return app
 
 

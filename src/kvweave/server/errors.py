@@ -17,7 +17,12 @@ from kvweave.server.logs import current_rid
 
 log = logging.getLogger("kvweave.server")
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 _UNREADABLE: tuple[tuple[type[Exception], str], ...] = (
     (UnicodeDecodeError, "the body is not valid UTF-8"),
     (RecursionError, "the body is nested too deeply"),

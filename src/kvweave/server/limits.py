@@ -1,56 +1,14 @@
-"""What a client may do before anyone reads its request: who it is, and how much it sends.
-
-Plain ASGI, so that streams pass through untouched.
-"""
+"""How much a client may send before anyone reads it. Plain ASGI, so that streams pass untouched."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.server.errors import error_response
-
-OPEN_PATHS = frozenset({"/health", "/explorer"})
-"""Answered without a key: a load balancer asks them, and a browser for the page that asks a key."""
-OPEN_FOLDER = "/explorer/static/"
-"""What that page is made of."""
-
-
-class ApiKeyGate:
-    """Lets nobody in without `Authorization: Bearer KEY`, except to OPEN_PATHS."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self.app = app
-        self._key = api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or is_open(scope["path"]) or self._may_enter(scope):
-            await self.app(scope, receive, send)
-            return
-        refusal = error_response(
-            "this server wants an API key: send the header 'Authorization: Bearer KEY' with a "
-            "valid one",
-            status=401,
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await refusal(scope, receive, send)
-
-    def _may_enter(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Constant time, so that nobody learns the key letter by letter from how long this takes.
-        return scheme.lower() == "bearer" and hmac.compare_digest(
-            key.strip().encode("latin-1"), self._key
-        )
-
-
-def is_open(path: str) -> bool:
-    """Whether nobody needs a key there."""
-    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 class BodyLimit:

@@ -13,12 +13,13 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from kvweave.server.limits import is_open
+from kvweave.server.keys import Door, Keys
 from kvweave.server.schemas import ChatCompletionChunk, ErrorAnswer
 
 _REFUSALS = {
     400: "The request cannot be served as asked; `param` names the field.",
     401: "No key, or a wrong one.",
+    403: "It takes the operators' key, not the clients'.",
     404: "There is no such thing here.",
     408: "The body did not arrive in time.",
     409: "Not while requests run.",
@@ -45,7 +46,7 @@ def answers(
     return {200: success, **{status: {} for status in refusals}}
 
 
-def describe(app: FastAPI, key_wanted: bool) -> None:
+def describe(app: FastAPI, keys: Keys) -> None:
     """Let `app` publish its document with all refusals, as this server shapes them."""
     generate = app.openapi
 
@@ -54,28 +55,28 @@ def describe(app: FastAPI, key_wanted: bool) -> None:
             with warnings.catch_warnings():  # of one name for two methods, which _completed mends
                 warnings.filterwarnings("ignore", message="Duplicate Operation ID")
                 document = generate()
-            app.openapi_schema = _completed(document, key_wanted)
+            app.openapi_schema = _completed(document, keys)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _completed(document: dict[str, Any], key_wanted: bool) -> dict[str, Any]:
+def _completed(document: dict[str, Any], keys: Keys) -> dict[str, Any]:
     components = document["components"]
     components["schemas"] |= _shapes()
     for theirs in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(theirs, None)
-    if key_wanted:
+    if keys.any:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             if len(operations) > 1:
                 operation["operationId"] = f"{method}_{operation['operationId']}"
-            _complete(operation, key_wanted and not is_open(path))
+            _complete(operation, Door.to(path), keys)
     return document
 
 
-def _complete(operation: dict[str, Any], key_wanted: bool) -> None:
+def _complete(operation: dict[str, Any], door: Door, keys: Keys) -> None:
     named = operation.pop("responses")
     operation["responses"] = responses = {"200": named.pop("200")}
     named.pop("422", None)  # FastAPI's; here it is 400, in the shape of all others
@@ -84,8 +85,8 @@ def _complete(operation: dict[str, Any], key_wanted: bool) -> None:
         statuses |= set(_WITH_PARAMETERS)
     if "requestBody" in operation:
         statuses |= set(_WITH_A_BODY)
-    if key_wanted:
-        statuses.add(401)
+    if keys.for_door(door):
+        statuses |= {401, 403} if keys.two and door is Door.OPERATOR else {401}
         operation["security"] = [{"key": []}]
     for status in sorted(statuses):
         responses[str(status)] = {
