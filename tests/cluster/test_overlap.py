@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from test_engine_fuzz import random_request
 from test_engine_fuzzy import DOCUMENT, fuzzy_world, wrapped
 
 from kvweave.cluster.overlap import Keying, Overlap, PromptKeys, ReplicaView
+from kvweave.fuzzy.hashing import block_hashes
+from kvweave.prefix.chain import namespace_seed
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvweave.prefix.lease import Namespace, RequestView
 
@@ -65,6 +68,22 @@ def test_moved_text_is_seen_wherever_it_went(page_size):
         assert 200 - 2 * (16 + page_size) <= moved <= 200
     half = sink.overlap(prompt(3, 7) + document[:100] + prompt(50, 8)).moved
     assert 100 - 2 * (16 + page_size) <= half <= 100
+
+
+@pytest.mark.parametrize(("page_size", "stride"), [(1, 1), (1, 7), (4, 16), (4, 6), (16, 4)])
+@pytest.mark.parametrize("pages_told_at_once", [1, 3, 40])
+def test_each_stride_has_its_door_however_it_was_told(page_size, stride, pages_told_at_once):
+    view = ReplicaView(Keying("m", page_size, stride))
+    tokens = prompt(40 * page_size, 1)
+    for first in range(0, 40, pages_told_at_once):
+        names = tuple(range(first, min(40, first + pages_told_at_once)))
+        told = tuple(tokens[first * page_size : (names[-1] + 1) * page_size])
+        view.apply([BlockStored(names, first - 1 if first else None, told, page_size)])
+    doors = block_hashes(np.array(tokens, np.int32), stride, namespace_seed(Namespace("")))
+    assert view._doors == Counter(doors.tolist())
+    for name in range(40):
+        view.apply([BlockRemoved((name,))])
+    assert view._doors == {}
 
 
 def test_text_behind_the_exact_prefix_counts_once():

@@ -116,17 +116,15 @@ class ReplicaView:
         return covered
 
     def _store(self, event: BlockStored) -> None:
-        size, seed = event.block_size, _door_seed(event.salt)
-        parent = event.parent_block_hash
+        size, parent = event.block_size, event.parent_block_hash
         tokens = np.array(event.token_ids, np.int32)
+        begin = self._depth(parent)
+        doors = self._doors_of(event, tokens, begin)
         for at, name in enumerate(event.block_hashes):
-            if name in self._blocks:  # told twice, after a loss
-                parent = name
-                continue
-            block = _Block(parent, tokens[at * size : (at + 1) * size], self._depth(parent) + size)
-            block.doors = self._doors_of(block, seed)
-            self._blocks[name] = block
-            self._doors.update(block.doors)
+            if name not in self._blocks:  # else it is told twice, after a loss
+                own = tokens[at * size : (at + 1) * size]
+                self._blocks[name] = _Block(parent, own, begin + (at + 1) * size, doors[at])
+                self._doors.update(doors[at])
             parent = name
 
     def _remove(self, name: int) -> None:
@@ -140,41 +138,37 @@ class ReplicaView:
         block = None if parent is None else self._blocks.get(parent)
         return 0 if block is None else block.end
 
-    def _doors_of(self, block: _Block, seed: int) -> list[int]:
-        """Hashes of the windows that end in this block, at multiples of the stride."""
-        stride = self._keying.stride
-        begin = block.end - len(block.tokens)
-        ends = range(begin // stride * stride + stride, block.end + 1, stride)
-        if not ends:
-            return []
-        first = ends[0] - stride  # from here on, tokens are needed
-        tokens = self._with_ancestors(block, block.end - max(0, first))
-        windows = window_hashes(tokens, stride, seed)[(len(tokens) - block.end + first) % stride :]
-        doors: list[int] = windows[::stride].tolist()
-        return doors
+    def _doors_of(self, event: BlockStored, tokens: IntArray, begin: int) -> list[list[int]]:
+        """By block: hashes of the windows at multiples of the stride that end in it."""
+        stride, size = self._keying.stride, event.block_size
+        before = self._up_to(event.parent_block_hash, stride - 1)
+        hashes = window_hashes(np.concatenate([before, tokens]), stride, _door_seed(event.salt))
+        first = (len(before) - begin) % stride
+        ends = range(first + stride - 1 - len(before), len(tokens), stride)
+        found: list[list[int]] = [[] for _ in event.block_hashes]
+        for end, door in zip(ends, hashes[first::stride].tolist(), strict=True):
+            found[end // size].append(door)
+        return found
 
-    def _with_ancestors(self, block: _Block, count: int) -> IntArray:
-        """The last `count` tokens up to the end of `block`, or fewer if some are not known."""
-        runs, at, length = [block.tokens], block, len(block.tokens)
-        while length < count and at.parent is not None:
-            above = self._blocks.get(at.parent)
-            if above is None:
-                break
-            runs.append(above.tokens)
-            length += len(above.tokens)
-            at = above
-        return np.concatenate(runs[::-1])[-count:]
+    def _up_to(self, name: int | None, count: int) -> IntArray:
+        """The last `count` tokens up to the end of this block, or fewer if some are not known."""
+        runs, length = [np.empty(0, np.int32)], 0
+        while length < count and name is not None and (block := self._blocks.get(name)):
+            runs.append(block.tokens)
+            length += len(block.tokens)
+            name = block.parent
+        return np.concatenate(runs[::-1])[max(0, length - count) :]
 
 
 class _Block:
     __slots__ = ("doors", "end", "parent", "tokens")
 
-    def __init__(self, parent: int | None, tokens: IntArray, end: int) -> None:
+    def __init__(self, parent: int | None, tokens: IntArray, end: int, doors: list[int]) -> None:
         self.parent = parent
         self.tokens = tokens
         self.end = end
         """Its last token's position, plus one."""
-        self.doors: list[int] = []
+        self.doors = doors
 
 
 def _door_seed(salt: str | None) -> int:
