@@ -216,6 +216,13 @@ def test_a_follower_that_does_not_look_keeps_so_much_and_loses_nothing(open_publ
     late.close()
 
 
+def test_an_address_that_is_open_to_all_is_warned_of(open_publisher, caplog):
+    open_publisher()
+    assert not caplog.messages
+    replayed = open_publisher(replay_endpoint="tcp://0.0.0.0:0").replay_endpoint
+    assert [f"anyone who reaches {replayed}" in said for said in caplog.messages] == [True]
+
+
 def test_closing_sends_what_waits(open_publisher, subscribe):
     publisher = open_publisher()
     listening = subscribe(publisher)

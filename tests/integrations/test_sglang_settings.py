@@ -36,6 +36,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         ({}, '{"colour": 1}', "'colour' in "),
         ({}, '{"stride": true}', "must be a whole number, not True"),
         ({}, '{"stride": 16.5}', "must be a whole number, not 16.5"),
+        ({}, '{"stride": Infinity}', "must be a whole number, not inf"),
         ({}, "[1]", "must hold one JSON object"),
         ({}, "{", "cannot be read as JSON"),
         ({"KVWEAVE_SGLANG_CONFIG": "/nowhere/at/all"}, None, "cannot be read as JSON"),

@@ -29,6 +29,7 @@ logger = logging.getLogger("kvweave.events")
 LAST = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
 _FAREWELL_SECONDS = 2.0
+_LOOPBACK = ("tcp://127.", "tcp://[::1]")
 
 
 class _Batch(NamedTuple):
@@ -69,8 +70,9 @@ class ZmqPublisher:
         self._thread = threading.Thread(target=self._work, name="kvweave-events", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-        if config.binds and "127.0.0.1" not in self.endpoint and self.endpoint.startswith("tcp"):
-            logger.warning("anyone who reaches %s may read the tokens of prompts", self.endpoint)
+        bound = (self.endpoint if config.binds else "", self.replay_endpoint or "")
+        for open_to_all in filter(_is_open, bound):
+            logger.warning("anyone who reaches %s may read the tokens of prompts", open_to_all)
 
     @property
     def published(self) -> int:
@@ -150,6 +152,11 @@ class ZmqPublisher:
         self._pub.close(linger=1000)
         if self._router is not None:
             self._router.close(linger=0)
+
+
+def _is_open(endpoint: str) -> bool:
+    """Whether others than this machine's users reach it."""
+    return endpoint.startswith("tcp://") and not endpoint.startswith(_LOOPBACK)
 
 
 def _attach(taken: zmq.Socket[bytes], endpoint: Any, bind: bool = True) -> str:

@@ -11,6 +11,8 @@ from kvweave.errors import ConfigError
 FLAG = "--kv-events-config"
 _SCHEMES = ("tcp://", "ipc://", "inproc://")
 _BINDABLE = ("*", "::", "0.0.0.0")
+_TOO_MANY = 2**31 - 1
+"""For ZeroMQ, which counts in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +86,10 @@ class EventsConfig:
                     f"{FLAG}: {name} begins with one of {', '.join(_SCHEMES)}, unlike {value!r}"
                 )
         for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(self, name) < 1:
-                found.append(f"{FLAG}: {name} must be above 0, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) < _TOO_MANY:
+                found.append(
+                    f"{FLAG}: {name} must be above 0 and below 2^31 - 1, not {getattr(self, name)}"
+                )
         return found
 
     @property

@@ -73,7 +73,7 @@ def _convert(
         if not (isinstance(value, str) or number) or (number and kind(value) != value):
             raise ValueError
         values[field] = kind(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         problems.append(f"{source} must be {what}, not {value!r}")
 
 
