@@ -19,7 +19,7 @@ from typing import Any
 
 from kvweave.bench.soak import launcher
 from kvweave.bench.soak.client import Client
-from kvweave.bench.soak.load import STEP, Load, idle, warm_up
+from kvweave.bench.soak.load import Load, idle
 from kvweave.bench.soak.verdicts import NO_NUMBERS
 from kvweave.bench.soak.watch import Sample, Trend, leaks, look, trend
 from kvweave.bench.soak.workload import Workload
@@ -37,13 +37,13 @@ ARMS: dict[str, tuple[str, ...]] = {
 _FLAGS = (
     *("--port", "0", "--page-size", "16", "--max-total-tokens", "2560"),
     *("--max-running-requests", "24", "--max-queued-requests", "40"),
-    *("--chunked-prefill-size", str(STEP), "--fuzzy-self-check", "off"),
+    *("--chunked-prefill-size", "256", "--fuzzy-self-check", "off"),
     *("--max-body-bytes", "1000000", "--log-level", "warning", "--log-format", "json"),
 )
 """Small, so that eviction and preemption never pause."""
 _LEAVES_WITHIN = 60.0
-_WORTH_WARMING_UP = 60.0
-"""Seconds of a soak from which on its memory tells something."""
+_MODEST = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
+"""oneDNN keeps what it compiled for the last 1,024 shapes, which fill slowly: as a leak would."""
 MOST_FILES, MOST_THREADS = 24, 60
 """Of an idle server: no connection is left, and its pools of threads are bounded."""
 
@@ -109,7 +109,9 @@ def serving(
             stderr=lines,
             text=True,
             start_new_session=True,  # an interrupted soak ends it in its own way
-            env=os.environ | {launcher.AUDIT_FILE: str(audit), launcher.SEED: str(setting.seed)},
+            env=_MODEST
+            | os.environ
+            | {launcher.AUDIT_FILE: str(audit), launcher.SEED: str(setting.seed)},
         )
         assert server.stdout is not None
         try:
@@ -129,8 +131,6 @@ async def _under_load(
     server: subprocess.Popen[str],
     client: Client,
 ) -> None:
-    if setting.seconds > _WORTH_WARMING_UP:
-        await warm_up(client)
     load = Load(client, Workload(setting.seed), judges)
     outcome.counts, outcome.answer_seconds = load.counts, load.seconds
     began = time.monotonic()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-SECONDS = 120.0
-"""For an answer; who takes longer has hung."""
+SECONDS = 600.0
+"""For an answer; who takes longer has hung. Low priorities wait as long as higher ones come."""
 
 
 class LeftError(Exception):

@@ -15,8 +15,7 @@ from kvweave.bench.soak.oracle import ALIKE, judge
 from kvweave.bench.soak.verdicts import Verdict, verdict
 from kvweave.bench.soak.workload import Case, Workload
 
-CROWD, STEP = 64, 256
-"""Requests at once; tokens that the server computes in one step."""
+CROWD = 64
 _MOST_UNJUDGED = 128
 _EVERY_CROWD, _EVERY_LULL, _LULL = 9.0, 7.0, 1.2
 """Seconds: of crowds and lulls, in which the server may heal."""
@@ -152,15 +151,9 @@ class Load:
                     self._object(case, words)
 
     def _object(self, case: Case, words: str) -> None:
-        rid = case.body.get("rid") if isinstance(case.body, dict) else case.path
-        self.problems.append(f"{rid} ({case.kind}): {words}")
-
-
-async def warm_up(client: Client) -> None:
-    """One step of each length: what oneDNN compiles for it stays, and would look like a leak."""
-    for length in range(1, STEP + 1):
-        body = {"prompt": [4 + length] * length, "max_tokens": 1, "fuzzy": False}
-        await client.post("/v1/completions", body | {"cache_salt": str(length)})
+        body = case.body if isinstance(case.body, dict) else {}
+        who = f"{body.get('rid', case.path)} ({case.kind}, priority {body.get('priority', 0)})"
+        self.problems.append(f"{who}: {words}")
 
 
 async def idle(client: Client, seconds: float = 60.0) -> dict[str, object]:
