@@ -13,6 +13,7 @@ from rich.console import Console
 from kvweave.bench.base import BenchOptions
 from kvweave.bench.registry import bench_names, get_bench, run_bench
 from kvweave.bench.report import Report, Row
+from kvweave.bench.runs.heal import p95_ratio
 from kvweave.bench.workloads.corpus import Corpus
 from kvweave.errors import ConfigError, KvweaveError
 
@@ -111,6 +112,19 @@ def test_healing_makes_exact_what_comes_again(run: Run) -> None:
     ratio = by_arm(report, "first_token_p95_ratio")["on"]
     assert (ratio.n, ratio.baseline, ratio.ratio) == (2, "off", ratio.value)
     assert ratio.p5 <= ratio.value <= ratio.p95
+
+
+def test_what_shared_a_round_is_drawn_together() -> None:
+    """Twenty figures of four rounds are four, where all of a round were slow alike."""
+    off = [1.0] * 20
+    on = [slow for slow in (1.0, 1.1, 1.2, 1.3) for _ in range(5)]
+    single, rounds = p95_ratio(on, off, 0), p95_ratio(on, off, 0, together=5)
+    assert single.value == rounds.value == pytest.approx(1 / 1.3)
+    assert single.p5 == rounds.p5 == pytest.approx(1 / 1.3)
+    assert single.p95 == pytest.approx(1 / 1.3)
+    assert rounds.p95 == pytest.approx(1 / 1.1), (
+        "1 of 16 times, neither of the two slowest is drawn"
+    )
 
 
 def test_lookup_needs_no_model(run: Run) -> None:

@@ -141,6 +141,17 @@ def test_nor_is_it_served_what_others_propose(world: SemanticWorld) -> None:
     assert running.lease.plan.served_by(Tier.PARAPHRASE) == 0
 
 
+def test_nothing_is_embedded_for_later_while_a_request_holds_pages(world: SemanticWorld) -> None:
+    busy = world.start(world.text.encode(story(9, 4)))
+    world.serve(world.text.encode(prompt(DONOR)))
+    desk = world.provider.desk
+    assert not desk.settle(20 * desk._quiet)
+    assert world.meaning.texts == []
+    world.finish(busy)
+    world.settle()
+    assert DONOR in world.meaning.texts
+
+
 def test_facts_decide(world: SemanticWorld) -> None:
     seen = []
 

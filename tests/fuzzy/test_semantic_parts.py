@@ -178,6 +178,42 @@ def test_errands_wait_until_the_engine_is_quiet_but_not_for_ever() -> None:
     assert meaning.texts == ["a"]
 
 
+def test_errands_wait_while_a_request_runs_however_long_it_shows_nothing() -> None:
+    """As in the forward pass of a long prompt."""
+    now, running = [0.0], [True]
+    meaning = Meaning()
+    desk = Desk(meaning, quiet=0.02, clock=lambda: now[0], running=lambda: running[0])
+    desk._quiet = 1.0
+    desk.later(lambda: ["a"], lambda vectors: None)
+    for second in (5.0, 10.0):
+        now[0] = second
+        with desk._changed:
+            desk._changed.notify_all()
+        time.sleep(0.05)
+        assert meaning.texts == []
+    running[0] = False
+    now[0] = 10.9  # it has ended, but not for a second
+    with desk._changed:
+        desk._changed.notify_all()
+    time.sleep(0.05)
+    assert meaning.texts == []
+    now[0] = 11.5
+    assert desk.settle(20)
+    assert meaning.texts == ["a"]
+
+
+def test_what_was_embedded_is_not_embedded_again() -> None:
+    meaning, delivered = Meaning(), []
+    desk = Desk(meaning, quiet=0.01)
+    for texts in (["a", "b"], ["b", "a", "c"]):
+        desk.later(lambda texts=texts: texts, delivered.append)
+    assert desk.settle(20)
+    assert sorted(meaning.texts) == ["a", "b", "c"]
+    assert [len(vectors) for vectors in delivered] == [2, 3]
+    assert np.array_equal(delivered[1][:2], delivered[0][::-1])
+    assert desk.vectors(["c"], 0.0)[0] is not None
+
+
 def test_late_ones_are_there_the_next_time() -> None:
     slow = Slow()
     desk = Desk(slow, quiet=0.01)

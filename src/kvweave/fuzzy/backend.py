@@ -55,6 +55,7 @@ class FuzzyCache(RadixCache):
 
     def lease(self, view: RequestView) -> RadixLease:
         lease = super().lease(view)
+        self._donors.leases.add(lease)
         try:
             pieces = self._pieces(view, lease.plan.exact) if self._allows(view) else []
             if pieces:
@@ -68,6 +69,7 @@ class FuzzyCache(RadixCache):
         return lease
 
     def release(self, lease: Lease) -> None:
+        self._donors.leases.discard(lease)
         self._inflight.discard(lease)
         super().release(lease)
 

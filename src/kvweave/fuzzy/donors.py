@@ -14,7 +14,7 @@ import numpy as np
 from kvweave.errors import IntegrityError
 from kvweave.fuzzy.provider import Candidate, PublishedRun
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.lease import RequestView
+from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.node import Node, common_prefix, upwards
 from kvweave.prefix.tree import RadixTree
 
@@ -44,6 +44,8 @@ class DonorTree:
         """The request that publishes right now."""
         self.semantic = True
         """Whether it allows its meaning to be compared."""
+        self.leases: set[Lease] = set()
+        """Those that were not released yet."""
         self._nodes: dict[int, Node] = {}
         """By their order, which is a unique number."""
         self._order = np.full(num_pages, -1, np.int32)
@@ -55,6 +57,10 @@ class DonorTree:
     def nbytes(self) -> int:
         """Memory of the map from pages to paths."""
         return self._order.nbytes + self._depth.nbytes
+
+    @property
+    def running(self) -> int:
+        return len(self.leases)
 
     # Looking up.
 

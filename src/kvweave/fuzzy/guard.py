@@ -51,6 +51,10 @@ class LentDonors:
                 self._lent = False
 
     @property
+    def running(self) -> int:
+        return self._donors.running
+
+    @property
     def decode(self) -> Callable[[IntArray], str] | None:
         return self._donors.decode
 

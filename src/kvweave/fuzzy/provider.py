@@ -87,6 +87,11 @@ class Donors(Protocol):
         """Pages are numbered from 0 to below this, and numbers come back for other text."""
 
     @property
+    def running(self) -> int:
+        """Requests that hold pages now, and whose answers wait for the processor; at any time, from
+        any thread."""
+
+    @property
     def decode(self) -> Callable[[IntArray], str] | None:
         """Token ids to text, for providers that look at what a prompt says; at any time, from any
         thread. None where there is no text."""

@@ -161,10 +161,15 @@ def _make_round(setting: Setting) -> _Round:
     return _Round([each.tokens for each in made], pauses.tolist())
 
 
-def p95_ratio(on: Sequence[float], off: Sequence[float], seed: int) -> Row:
-    """The 95th percentile of `off` by that of `on`; its interval from resampled pairs."""
+def p95_ratio(on: Sequence[float], off: Sequence[float], seed: int, together: int = 1) -> Row:
+    """The 95th percentile of `off` by that of `on`; its interval from resampled pairs.
+
+    Of `together` pairs in a row all are drawn or none, where they shared the machine's mood.
+    """
     rng = np.random.default_rng(seed)
-    chosen = rng.integers(len(on), size=(_RESAMPLES, len(on)))
+    rounds = np.arange(len(on)).reshape(-1, together)
+    chosen = rounds[rng.integers(len(rounds), size=(_RESAMPLES, len(rounds)))]
+    chosen = chosen.reshape(_RESAMPLES, len(on))
     slow = [np.percentile(np.asarray(figures)[chosen], 95, axis=1) for figures in (off, on)]
     p5, p95 = np.percentile(slow[0] / slow[1], (5, 95))
     ratio = float(np.percentile(off, 95) / np.percentile(on, 95))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from kvweave.bench.base import Bench
 from kvweave.bench.driver import Driver
 from kvweave.bench.measure import Against, row
@@ -17,23 +19,27 @@ from kvweave.kv.pool import IntArray
 
 _ARMS = {"off": "spans", "on": "semantic"}
 _LENGTH, _QUICK_LENGTH = 256, 64
-_PER_ROUND = 6
-_LONGEST_PAUSE = 2.0
-"""Seconds between two prompts, at most: more than the second after which the engine counts as idle,
-so that donors are embedded, and some of them just when the next prompt comes."""
+_PER_ROUND = 4
+"""Few, so that the arms serve the same prompt within seconds of each other."""
+_SHORT_PAUSE, _LONG_PAUSE = 0.5, (1.0, 1.4)
+"""Seconds between two prompts: at most the first, when nothing is embedded; or within the others,
+when the engine has just come to count as idle, and the donors before are being embedded."""
 _POOL_TOKENS = 16_384
 _PATIENCE = 120.0
 
 
 def measure(setting: Setting) -> list[Row]:
-    """Both arms serve the same unrelated prompts at the same pace, round by round, in turn."""
+    """Both arms serve the same unrelated prompts at the same pace, round by round, in turn.
+
+    Every other prompt comes while the ones before it are embedded, if they are.
+    """
     length = _QUICK_LENGTH if setting.quick else _LENGTH
     arms = {name: _Arm(setting, provider) for name, provider in _ARMS.items()}
     corpus = setting.corpus
     with setting.progress("rounds", len(arms) * (setting.n + 1)) as advance:
         for number in range(setting.n + 1):  # the first warms up
             prompts = [corpus.take(length) for _ in range(_PER_ROUND)]
-            pauses = corpus.rng.uniform(0, _LONGEST_PAUSE, _PER_ROUND).tolist()
+            pauses = [_pause(corpus.rng, place) for place in range(_PER_ROUND)]
             names = list(arms) if number % 2 else list(arms)[::-1]
             for name in names:
                 arms[name].run(prompts, [0.0] * _PER_ROUND if setting.quick else pauses, number > 0)
@@ -41,11 +47,16 @@ def measure(setting: Setting) -> list[Row]:
     off, on = arms["off"], arms["on"]
     against = Against("off", off.first)
     return [
-        p95_ratio(on.first, off.first, setting.seed),
+        p95_ratio(on.first, off.first, setting.seed, together=_PER_ROUND),
         row("first_token_ms", "off", off.first, "ms"),
         row("first_token_ms", "on", on.first, "ms", against),
         *on.rows(),
     ]
+
+
+def _pause(rng: np.random.Generator, place: int) -> float:
+    shortest, longest = _LONG_PAUSE if place % 2 else (0.0, _SHORT_PAUSE)
+    return float(rng.uniform(shortest, longest))
 
 
 class _Arm:
@@ -93,8 +104,8 @@ class _Arm:
 BENCH = Bench(
     name="semantic",
     summary="Unrelated prompts with pauses: first token with the provider semantic and without",
-    counts="rounds of 6 prompts",
-    n=10,
+    counts="rounds of 4 prompts",
+    n=30,
     quick_n=1,
     measure=measure,
 )

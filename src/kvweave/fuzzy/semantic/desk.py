@@ -36,9 +36,10 @@ _MOST_FAILURES = 3
 class Desk:
     """One thread in front of one embedder.
 
-    `urgent` texts come first and are remembered, so that whoever came too late for one prompt has
-    them for the next. Errands wait until the engine is idle. Of both, the oldest are dropped when
-    there are too many. An embedder that fails several times in a row is not asked again.
+    `urgent` texts come first. Texts are remembered: whoever came too late for one prompt has them
+    for the next, and what many prompts say is embedded once. Errands wait until the engine is idle,
+    which it is not while a request runs. Of both, the oldest are dropped when there are too many.
+    An embedder that fails several times in a row is not asked again.
     """
 
     def __init__(
@@ -46,10 +47,13 @@ class Desk:
         embedder: Embedder,
         quiet: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        running: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`running` tells whether the engine is at work, however long ago it showed it."""
         self._embedder = embedder
         self._quiet = _QUIET if quiet is None else quiet
         self._clock = clock
+        self._running = running
         self._urgent: deque[tuple[str, Future[Vectors]]] = deque()
         self._errands: deque[tuple[float, Errand, Delivery]] = deque()
         self._known: OrderedDict[str, Vectors] = OrderedDict()
@@ -164,6 +168,8 @@ class Desk:
     def _idle(self, queued: float) -> bool:
         """Whether what was queued then may be done now."""
         now = self._clock()
+        if self._running():
+            self._seen = now
         if now - self._seen >= self._quiet:
             return True
         return now - queued >= _PATIENCE and now >= self._rest_until
@@ -180,9 +186,12 @@ class Desk:
                     future.cancel()
                     continue
                 future.set_result(found[at])
-                self._known[text] = found[at]
-                if len(self._known) > _REMEMBERED:
-                    self._known.popitem(last=False)
+                self._remember(text, found[at])
+
+    def _remember(self, text: str, vector: Vectors) -> None:
+        self._known[text] = vector
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
 
     def _run(self, waiting: tuple[float, Errand, Delivery]) -> None:
         queued, errand, deliver = waiting
@@ -190,16 +199,21 @@ class Desk:
             texts = errand()
             whole = []
             for text in texts:
-                # One by one, so that a prompt which comes meanwhile meets a few milliseconds of it.
-                self._pause(queued)
-                began = self._clock()
-                part = self._encode([text])
-                self._rest_until = self._clock() + (self._clock() - began) / _BUSY_SHARE
+                part = self._known.get(text)
                 if part is None:
-                    return
+                    # One by one, so that a prompt which comes meanwhile meets a few milliseconds.
+                    self._pause(queued)
+                    began = self._clock()
+                    found = self._encode([text])
+                    self._rest_until = self._clock() + (self._clock() - began) / _BUSY_SHARE
+                    if found is None:
+                        return
+                    part = found[0]
+                    with self._changed:
+                        self._remember(text, part)
                 whole.append(part)
             if whole:
-                deliver(np.concatenate(whole))
+                deliver(np.stack(whole))
         except Exception:
             _log.exception("what was to be embedded could not be prepared")
 

@@ -62,7 +62,10 @@ class SemanticProvider(FuzzyMatchProvider):
         self._errand_cutter = Cutter(donors.decode)  # used on the desk's thread
         self._seconds = config.fuzzy_semantic_budget_ms / 1000
         self.index = VectorIndex(config.fuzzy_semantic_index_tokens)
-        self.desk = Desk(embedder or EmbedderProcess(config.fuzzy_semantic_embedder))
+        self.desk = Desk(
+            embedder or EmbedderProcess(config.fuzzy_semantic_embedder),
+            running=lambda: donors.running > 0,
+        )
         self._asked: OrderedDict[Namespace, None] = OrderedDict()
         self._written = np.zeros(donors.num_pages, np.int64)
         """By page: how often it ceased to be a donor. What was queued before is void."""
