@@ -248,6 +248,11 @@ class ServerConfig:
         return self.api_key is None and self.host not in ("127.0.0.1", "localhost", "::1")
 
     @property
+    def has_key(self) -> bool:
+        """Nobody sees the explorer's data without one."""
+        return self.api_key is not None or self.admin_api_key is not None
+
+    @property
     def hides_text(self) -> bool:
         """The explorer shows no text: by order, or since anyone could read everyone's prompts."""
         return self.explorer_hide_text or (self.open and self.admin_api_key is None)

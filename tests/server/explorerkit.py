@@ -37,7 +37,7 @@ def explored(backend: str = "fuzzy_match", **server: object) -> Iterator[httpx.C
     with running, running.client() as client:
         client.cache = world.engine.cache
         client.service = running.app.state.service
-        if key := server.get("api_key"):
+        if key := server.get("admin_api_key", server.get("api_key")):
             client.headers["Authorization"] = f"Bearer {key}"
         yield client
         assert eventually(lambda: not running.app.state.service.live)

@@ -180,19 +180,20 @@ def test_hidden_text_is_nowhere_in_any_answer(how):
 
 
 @pytest.mark.parametrize(
-    ("host", "key", "shown"),
+    ("host", "keys", "shown"),
     [
-        ("localhost:8000", None, True),
-        ("[::1]", None, True),
-        ("127.0.0.1.elsewhere.example", None, False),
-        ("elsewhere.example:8000", None, False),
-        ("", None, False),
-        ("elsewhere.example:8000", "k", True),
+        ("localhost:8000", {}, True),
+        ("[::1]", {}, True),
+        ("127.0.0.1.elsewhere.example", {}, False),
+        ("elsewhere.example:8000", {}, False),
+        ("", {}, False),
+        ("elsewhere.example:8000", {"api_key": "k"}, True),
+        ("elsewhere.example:8000", {"admin_api_key": "k"}, True),
     ],
 )
-def test_under_a_foreign_name_text_needs_a_key(host, key, shown):
+def test_under_a_foreign_name_text_needs_a_key(host, keys, shown):
     """A page from elsewhere can have its own name lead a browser to this machine."""
-    with explored(api_key=key) as client:
+    with explored(**keys) as client:
         ask(client, SECRET + DOCUMENT)
         for path in ("overview", "prompts/1", "prompts/1/why-not", "tree"):
             reply = client.get(f"/explorer/api/{path}", headers={"Host": host})

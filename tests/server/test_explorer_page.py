@@ -229,6 +229,15 @@ def test_the_key_is_asked_for_kept_in_the_tab_and_forgotten(open_page):
         assert page.evaluate("Object.values(sessionStorage)") == []
 
 
+def test_a_key_that_is_not_the_operators_can_be_replaced(open_page):
+    with explored(api_key="client", admin_api_key="operator") as client:
+        page = open_page(str(client.base_url), "overview")
+        for key, comes in (("client", "#key-problem:has-text('operators')"), ("operator", "h1")):
+            page.get_by_label("API key", exact=True).fill(key)
+            page.keyboard.press("Enter")
+            page.locator(comes).wait_for()
+
+
 def test_hidden_text_leaves_runs_and_positions(open_page):
     with explored(explorer_hide_text=True) as client:
         ask(client, f"Read: {DOCUMENT}")

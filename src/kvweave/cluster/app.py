@@ -56,7 +56,11 @@ def engines(
     return deployment.bind(config, threads)
 
 
-_RAYS = ("host", "port", "drain_seconds", "ray_address")
+_KEYS = ("api_key", "admin_api_key")
+_RAYS = (
+    *("host", "port", "max_connections", "keep_alive_seconds", "drain_seconds"),
+    *("log_level", "log_format", "ray_address"),
+)
 """Settings that have no meaning where Serve's own proxies are in front."""
 
 
@@ -92,9 +96,9 @@ class _Through(Response):
 
 
 def app(arguments: dict[str, Any]) -> Application:
-    """For `serve run` and Serve's YAML files. KVWEAVE_API_KEY counts here, too."""
-    key = os.environ.get("KVWEAVE_API_KEY")
-    config, cluster, server = settings({"api_key": key, **arguments})
+    """For `serve run` and Serve's YAML files. Keys may come from the environment here, too."""
+    keys = {name: os.environ.get(f"KVWEAVE_{name.upper()}") for name in _KEYS}
+    config, cluster, server = settings({**keys, **arguments})
     ingress = serve.deployment(
         Ingress, name="http", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
     )
@@ -120,7 +124,7 @@ def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, Se
     if problems:
         raise ConfigError(problems)
     cluster, server = groups.pop("cluster"), groups.pop("server")
-    if server.api_key is None:  # Serve's proxies listen wherever they are told to
+    if not server.has_key:  # Serve's proxies listen wherever they are told to
         server = replace(server, explorer_hide_text=True)
     validate(server)
     return EngineConfig(**groups), cluster, server

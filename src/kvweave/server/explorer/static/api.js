@@ -17,6 +17,7 @@ async function send(path, options = {}) {
   const reply = await fetch(path, { ...options, headers, cache: "no-store" });
   if (reply.status === 401) throw new Refused("the server does not take this key");
   const body = await reply.json().catch(() => null);
+  if (reply.status === 403) throw new Refused(body?.error?.message ?? "this key is not the operators'");
   if (!reply.ok) throw new Error(body?.error?.message ?? `the server answered ${reply.status}`);
   return body;
 }
