@@ -146,7 +146,7 @@ async def _probe(service: Service) -> Response:
 
     try:
         await asyncio.wait_for(first_token(), _PROBE_SECONDS)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return error_response(
             f"the engine made no token within {_PROBE_SECONDS:g} seconds", status=503
         )

@@ -88,5 +88,5 @@ def build_app(
 async def _stop(engine: ServingEngine) -> None:
     try:
         await asyncio.wait_for(engine.stop(), _STOP_SECONDS)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         log.error("the engine did not stop within %g seconds and is left behind", _STOP_SECONDS)

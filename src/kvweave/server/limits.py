@@ -51,7 +51,7 @@ class BodyLimit:
                 deadline = loop.time() + self.max_seconds
             try:
                 message = await asyncio.wait_for(receive(), deadline - loop.time())
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise HTTPException(
                     408, f"the body did not arrive within {self.max_seconds:g} seconds"
                 ) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from contextvars import ContextVar
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 current_rid: ContextVar[str | None] = ContextVar("kvweave_rid", default=None)
@@ -34,7 +34,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         facts = record.msg if isinstance(record.msg, Facts) else None
-        moment = datetime.fromtimestamp(record.created, timezone.utc)
+        moment = datetime.fromtimestamp(record.created, UTC)
         rid = getattr(record, "rid", None) or current_rid.get()
         shown: dict[str, Any] = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

@@ -74,7 +74,7 @@ class Client:
             writer.write(head.encode() + body)
             limit = SECONDS if leave.seconds is None else leave.seconds
             reply = await asyncio.wait_for(_read(reader, leave.events), limit)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             if leave.seconds is None:
                 raise EOFError(f"no answer within {SECONDS:g} seconds") from None
             raise LeftError from None

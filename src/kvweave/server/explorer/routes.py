@@ -153,7 +153,7 @@ async def _outline(service: Service, history: History) -> TreeOutline | None:
 async def _look(service: Service, at: Callable[[Engine], _T]) -> _T:
     try:
         return await asyncio.wait_for(service.engine.look(at), _LOOK_SECONDS)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise RequestError(
             f"the engine was busy for {_LOOK_SECONDS:g} seconds; try again later", status=503
         ) from None
