@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from configparser import ConfigParser
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ def expressions(dashboard):
 
 
 def test_the_dashboard_shows_every_metric_and_no_other(dashboard):
-    metrics = Metrics("toy", FakeEngine().snapshot)
+    told = {"provider_events": {"asked": 1}, "provider_figures": {"passages": 1}}
+    told["paraphrase_refused"] = {"facts": 1}
+    metrics = Metrics("toy", lambda: replace(FakeEngine().snapshot(), **told))
     families = list(metrics.registry.collect())
     samples = {sample.name for family in families for sample in family.samples}
     variables = [variable["query"] for variable in dashboard["templating"]["list"]]
