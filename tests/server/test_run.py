@@ -74,6 +74,29 @@ def test_what_outlasts_the_drain_is_ended_properly():
     assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "abort"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
+def test_told_to_stop_in_every_phase_it_ends_answers_properly(phase, stream):
+    engine = FakeEngine()
+    engine.hold = phase
+    replies = []
+    body = {"prompt": "x", "max_tokens": 20, "stream": stream}
+
+    def ask():
+        with server.client() as client:
+            replies.append(client.post("/v1/completions", json=body))
+
+    with RunningServer(engine, ServerConfig(port=0, drain_seconds=0.1)) as server:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert eventually(lambda: phase in engine.phases.values())
+    asking.join(10)
+    assert replies[0].status_code == 200
+    assert '"finish_reason":"abort"' in replies[0].text
+    assert stream == replies[0].text.endswith("data: [DONE]\n\n")
+    assert not engine.pages
+
+
 def test_a_second_signal_ends_the_drain_properly_and_a_third_does_not_wait():
     engine = FakeEngine()
     engine.step_seconds = 0.02

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -48,12 +49,21 @@ def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) ->
             pool = answering.snapshot().total_tokens
             backend = facts.config.cache.prefix_cache_backend
             behind = "" if cluster.replicas == 1 else f"{cluster.replicas} replicas, "
-            typer.echo(
+            _say(
                 f"kvweave serves {facts.card.name} at {url}/v1 "
                 f"({behind}{backend} cache, room for {pool:,} tokens)"
             )
 
         run(app, server, listening, on_ready=ready)
+
+
+def _say(line: str) -> None:
+    """To whoever reads stdout; a server does not end because nobody can."""
+    try:
+        typer.echo(line)
+    except OSError as failure:
+        log.warning("stdout cannot be written (%s): %s", failure.strerror, line)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would try again at its end
 
 
 @contextmanager

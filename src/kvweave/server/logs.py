@@ -1,7 +1,8 @@
 """The log: lines for people, or one JSON object per line, with the request's id where there is one.
 
-Everything in the process goes through one handler on stderr: our own loggers, uvicorn's, Python's
-warnings. Modules below the server know nothing of it; they may say `extra={"rid": ...}`.
+Everything in the process goes through one handler on stderr, which waits for nobody: our own
+loggers, uvicorn's, Python's warnings. Modules below the server know nothing of it; they may say
+`extra={"rid": ...}`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import logging
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
+
+from kvweave.server.log_stream import PatientStream
 
 current_rid: ContextVar[str | None] = ContextVar("kvweave_rid", default=None)
 """The request in whose task something is logged."""
@@ -51,7 +54,7 @@ class JsonFormatter(logging.Formatter):
 
 def configure_logging(level: str, form: str) -> None:
     """Log from `level` on, in the `form` text or json, unless the process has a log already."""
-    handler = logging.StreamHandler()
+    handler = PatientStream()
     if form == "json":
         handler.setFormatter(JsonFormatter())
         logging.captureWarnings(True)
