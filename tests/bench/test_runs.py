@@ -96,6 +96,18 @@ def test_unrelated_prompts_are_not_served(run: Run) -> None:
     assert (ratio.n, ratio.baseline) == (3, "radix")
 
 
+def test_the_clock_is_asked_about_anothers_text_and_about_ones_own(run: Run) -> None:
+    report = run("salts")
+    assert by_arm(report, "first_token_ms").keys() == {
+        "never cached",
+        "cached by another",
+        "cached by oneself",
+    }
+    for ratio in by_arm(report, "first_token_ratio").values():
+        assert (ratio.n, ratio.baseline) == (2, "never cached")
+        assert ratio.p5 <= ratio.value <= ratio.p95
+
+
 def test_unrelated_prompts_are_never_compared_by_meaning(run: Run) -> None:
     report = run("semantic")
     assert values(report, "embedded")["on"] > 0

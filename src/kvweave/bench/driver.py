@@ -45,7 +45,12 @@ class Driver:
         self._ids = itertools.count()
 
     def serve(
-        self, prompts: Sequence[IntArray], *, max_tokens: int = 1, fuzzy: bool = True
+        self,
+        prompts: Sequence[IntArray],
+        *,
+        max_tokens: int = 1,
+        fuzzy: bool = True,
+        salt: str | None = None,
     ) -> list[Answer]:
         """Submit all prompts at once and run until the last greedy answer ended; answers in order.
 
@@ -59,7 +64,9 @@ class Driver:
             answers[rid] = Answer(prompt)
             ids = tuple(prompt.tolist())
             requests.append(
-                GenerateRequest(rid=rid, prompt_ids=ids, sampling=sampling, fuzzy=fuzzy)
+                GenerateRequest(
+                    rid=rid, prompt_ids=ids, sampling=sampling, fuzzy=fuzzy, cache_salt=salt
+                )
             )
         with quiet_collector():
             self._run(requests, answers)

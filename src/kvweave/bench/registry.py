@@ -19,6 +19,7 @@ _NAMES = (
     "shapes",
     "lookup",
     "unrelated",
+    "salts",
     "heal",
     "paraphrase-gate",
     "semantic",
