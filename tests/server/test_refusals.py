@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 import time
 
 import httpx
@@ -304,3 +305,13 @@ def test_garbage_instead_of_http_does_not_hurt(server, client):
             raw.sendall(garbage)
             raw.recv(1000)
     assert client.get("/health").status_code == 200
+
+
+def test_refusals_are_made_where_they_are_found_and_start_no_threads():
+    with RunningServer(FakeEngine(), ServerConfig(port=0)) as server, server.client() as client:
+        before = set(threading.enumerate())
+        for body, status in ((b"{", 400), (b'{"prompt": "x", "n": 0}', 400)):
+            refusal(client.post("/v1/completions", content=body), status)
+        assert client.get("/nowhere").status_code == 404
+        started = set(threading.enumerate()) - before
+        assert not [each.name for each in started if "AnyIO" in each.name]

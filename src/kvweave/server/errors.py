@@ -113,7 +113,7 @@ class LastResort:
             await error_response(_UNEXPECTED, status=500)(scope, receive, send)
 
 
-def _request_error(request: Request, failure: Exception) -> JSONResponse:
+async def _request_error(request: Request, failure: Exception) -> JSONResponse:
     assert isinstance(failure, RequestError)
     headers = None
     if isinstance(failure, OverloadedError):
@@ -121,15 +121,15 @@ def _request_error(request: Request, failure: Exception) -> JSONResponse:
     return JSONResponse(body_of(failure), status_code=failure.status, headers=headers)
 
 
-def _engine_dead(request: Request, failure: Exception) -> JSONResponse:
+async def _engine_dead(request: Request, failure: Exception) -> JSONResponse:
     return error_response(str(failure), status=503, code="engine_dead")
 
 
-def _answer_failed(request: Request, failure: Exception) -> JSONResponse:
+async def _answer_failed(request: Request, failure: Exception) -> JSONResponse:
     return error_response(str(failure), status=500, code="answer_failed")
 
 
-def _http_error(request: Request, failure: Exception) -> JSONResponse:
+async def _http_error(request: Request, failure: Exception) -> JSONResponse:
     assert isinstance(failure, HTTPException)
     path = request.url.path
     message = failure.detail
@@ -145,7 +145,7 @@ def _http_error(request: Request, failure: Exception) -> JSONResponse:
     return error_response(message, status=failure.status_code, headers=headers)
 
 
-def _validation_error(request: Request, failure: Exception) -> JSONResponse:
+async def _validation_error(request: Request, failure: Exception) -> JSONResponse:
     assert isinstance(failure, RequestValidationError)
     problems = failure.errors()
     message = "; ".join(_problem(problem) for problem in problems[:5])

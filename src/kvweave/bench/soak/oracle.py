@@ -73,7 +73,8 @@ def _judged(claim: Claim) -> Judgement:
         known = (chosen - logits.logsumexp(1))[first:][: len(claim.logprobs)]
         said = torch.tensor(claim.logprobs[: len(known)])
         worst = float((said - known).abs().max())
+    ties = int(((gaps > 0) & (gaps <= CLOSE)).sum())
     if len(wrong):
         at = int(wrong[0])
-        return Judgement(int((gaps > 0).sum()), at, float(gaps[at]), worst)
-    return Judgement(int((gaps > 0).sum()), worst_logprob=worst)
+        return Judgement(ties, at, float(gaps[at]), worst)
+    return Judgement(ties, worst_logprob=worst)
