@@ -7,12 +7,12 @@ import threading
 import time
 
 import pytest
-from serverkit import FakeEngine, RunningServer, eventually
+from serverkit import FakeEngine, RunningServer, eventually, toy_card
 
 from kvweave.config import ServerConfig
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, EngineDeadError
 from kvweave.server import app as server_app
-from kvweave.server.run import bind, url_of
+from kvweave.server.run import bind, serve, url_of
 
 
 def test_an_address_that_is_taken_is_refused_in_words():
@@ -126,3 +126,23 @@ def test_an_engine_that_hangs_does_not_keep_the_server(monkeypatch, caplog):
     with RunningServer(Hanging(), ServerConfig(port=0)):
         pass
     assert "the engine did not stop within 0.05 seconds" in caplog.text
+
+
+def test_without_its_engine_the_server_leaves_so_that_another_can_be_started():
+    engine, config = FakeEngine(), ServerConfig(port=0)
+    app = server_app.build_app(engine, toy_card(engine.tokenizer), config)
+    ready, end = threading.Event(), []
+
+    def run():
+        try:
+            listening = bind(config)
+            serve(app, config, listening, on_ready=lambda url: ready.set(), leave_with_engine=True)
+        except EngineDeadError as error:
+            end.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    engine.alive = False
+    thread.join(20)
+    assert end == ["the engine has stopped for good, and so has the server"]

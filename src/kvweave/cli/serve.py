@@ -54,7 +54,8 @@ def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) ->
                 f"({behind}{backend} cache, room for {pool:,} tokens)"
             )
 
-        run(app, server, listening, on_ready=ready)
+        # Replicas that die are replaced; an engine of this process is not.
+        run(app, server, listening, on_ready=ready, leave_with_engine=cluster.replicas == 1)
 
 
 def _say(line: str) -> None:

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvweave.config import ServerConfig
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, EngineDeadError
 from kvweave.server.connections import Connection
 from kvweave.server.lobby import Lobby
 from kvweave.server.service import Service
@@ -55,12 +55,18 @@ def serve(
     listening: socket.socket,
     *,
     on_ready: Callable[[str], None] = lambda url: None,
+    leave_with_engine: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish what runs, within the drain's deadline.
 
-    A second signal ends the drain at once, a third does not wait for anyone.
+    A second signal ends the drain at once, a third does not wait for anyone. With
+    `leave_with_engine` an engine that has stopped for good ends it as well, by EngineDeadError:
+    whoever watches the process then starts another.
     """
-    DrainingServer(app, config, on_ready).run(sockets=[listening])
+    server = DrainingServer(app, config, on_ready, leave_with_engine)
+    server.run(sockets=[listening])
+    if server.bereft:
+        raise EngineDeadError("the engine has stopped for good, and so has the server")
 
 
 class DrainingServer(uvicorn.Server):
@@ -69,7 +75,13 @@ class DrainingServer(uvicorn.Server):
     Without this, answers that outlast the deadline would break off in the middle of a line.
     """
 
-    def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        config: ServerConfig,
+        on_ready: Callable[[str], None],
+        leave_with_engine: bool = False,
+    ) -> None:
         lobby = Lobby(app, config.max_connections)
         connection = partial(Connection, lobby=lobby, client_seconds=config.client_seconds)
         super().__init__(
@@ -87,7 +99,10 @@ class DrainingServer(uvicorn.Server):
         self._service: Service = app.state.service
         self._drain_seconds = config.drain_seconds
         self._on_ready = on_ready
+        self._leave_with_engine = leave_with_engine
         self._hurry = False
+        self.bereft = False
+        """The engine stopped, and that is why the server does."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
@@ -101,6 +116,13 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         if sockets:
             self._on_ready(url_of(sockets[0]))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second: whether to leave."""
+        if self._leave_with_engine and not self._service.engine.alive and not self.should_exit:
+            self.bereft = True
+            return True
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         deadline = asyncio.create_task(self._end_drain())
