@@ -17,6 +17,7 @@ from kvweave.server.chat import chat_router
 from kvweave.server.completions import completions_router
 from kvweave.server.errors import install_error_handlers
 from kvweave.server.explorer.routes import explorer_router
+from kvweave.server.foreign import NoForeignPages
 from kvweave.server.keys import KeyGate, Keys
 from kvweave.server.limits import BodyLimit
 from kvweave.server.model_card import ModelCard
@@ -82,6 +83,7 @@ def build_app(
     )
     if keys.any:
         app.add_middleware(KeyGate, keys=keys)
+    app.add_middleware(NoForeignPages)
     return app
 
 
