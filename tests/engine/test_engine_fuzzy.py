@@ -152,6 +152,33 @@ def test_a_preempted_request_comes_back_with_a_plan_for_its_output_too():
     world.assert_idle()
 
 
+def test_who_was_told_to_be_exact_does_not_come_back_as_anything_else():
+    world = fuzzy_world(max_running_requests=1)
+    exact = request("exact", wrapped(1, DOCUMENT), 30)
+    world.engine.add(exact)
+    while not world.answers["exact", 0].token_ids:
+        world.step()
+    scheduler, cache = world.engine.scheduler, world.engine.cache
+    scheduler._preempt(scheduler.running[0])
+    cache.evict(cache.cached_pages)
+    # Its text comes to stand elsewhere before it comes back.
+    world.engine.add(request("donor", wrapped(2, DOCUMENT), 3, priority=1))
+    lend, plans = cache.lease, []
+
+    def lent(view):
+        lease = lend(view)
+        plans.append((view.rid, lease.plan.approximate))
+        return lease
+
+    cache.lease = lent
+    world.run()
+    assert plans == [("donor", False), ("exact", False)]
+    assert world.answers["exact", 0].usage.moved_tokens == 0
+    assert world.ids("exact") == oracle_answer(exact.prompt_ids, 30)
+    world.run(request("moved", wrapped(3, DOCUMENT), 3))
+    assert plans[-1] == ("moved", True)
+
+
 FAMILIES = [prompt(90, seed) for seed in range(4)]
 
 

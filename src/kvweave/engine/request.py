@@ -82,6 +82,7 @@ class Sequence:
         "scored",
         "stalled",
         "status",
+        "stays_exact",
         "surplus_needed",
     )
 
@@ -103,6 +104,8 @@ class Sequence:
         """Whole pages of tokens that the cache was told of, or lent."""
         self.refreshed: list[npt.NDArray[np.integer]] = []
         """Positions that were served and are computed all the same, ascending."""
+        self.stays_exact = False
+        """It was admitted as exact, and counted so: it does not come back as anything else."""
         self.scored = 0
         """Prompt tokens whose log probabilities are known, when they are wanted."""
         self.due: int | None = None
@@ -153,7 +156,7 @@ class Sequence:
                 priority=request.priority,
                 # A prompt token's log probability comes out of computing the token before it.
                 max_exact=self.scored if self.scores_prompt else None,
-                fuzzy=request.fuzzy and not self.scores_prompt,
+                fuzzy=request.fuzzy and not (self.scores_prompt or self.stays_exact),
                 protected_from=protected,
                 refresh=request.fuzzy_refresh,
                 semantic=request.fuzzy_semantic,
@@ -172,6 +175,8 @@ class Sequence:
         """Forget the lease, which somebody has released."""
         if self.status is Status.RUNNING:
             self.group.running -= 1
+        if self.lease is not None and self.group.admitted:
+            self.stays_exact = not self.plan.approximate
         self.lease = None
         self.status = status
         self._view = None
