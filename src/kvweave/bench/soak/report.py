@@ -31,10 +31,10 @@ _COUNTS = {
     "audit:checked": "checks_of_pages",
     "audit:spans": "spans_compared",
 }
-_ENGINE = {
-    **dict.fromkeys(("steps", "preemptions", "healed", "heals_preempted", "heals_dropped")),
-    **dict.fromkeys(("evicted_tokens", "prefill_tokens", "generated_tokens")),
-}
+_ENGINE = (
+    *("steps", "preemptions", "healed", "heals_preempted", "heals_dropped"),
+    *("evicted_tokens", "prefill_tokens", "generated_tokens"),
+)
 
 
 def rows_of(outcome: Outcome) -> list[Row]:
