@@ -2,7 +2,9 @@
 
 import resource
 import socket
+import struct
 import time
+import weakref
 
 import pytest
 from rawkit import Wire, head, request
@@ -90,6 +92,17 @@ def test_a_connection_is_idle_between_requests_for_so_long_and_not_longer(server
             assert wire.text() == "Th"
             time.sleep(PATIENCE / 8)
         assert wire.socket.recv(1) == b""
+
+
+def test_a_client_that_resets_leaves_nothing_behind():
+    config = ServerConfig(port=0, keep_alive_seconds=600, client_seconds=600)
+    with RunningServer(FakeEngine(), config) as server:
+        with Wire(server) as wire:
+            wire.send(request(BODY))
+            assert wire.text() == "Th"
+            [kept] = map(weakref.ref, server.server.server_state.connections)
+            wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert eventually(lambda: kept() is None), "it is kept as long as it might have been idle"
 
 
 def test_a_body_that_nobody_wants_is_not_read_for_ever(server, monkeypatch):

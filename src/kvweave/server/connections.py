@@ -52,6 +52,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn forgets it where the client reset
         self._lobby.leave(self)
         for clock in (self._owed_by, self._taken_by):
             if clock is not None:
