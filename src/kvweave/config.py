@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvweave.config_checks import flag_name, positive, share
 from kvweave.errors import ConfigError
 
 
@@ -47,7 +48,7 @@ class ModelConfig:
     )
 
     def problems(self) -> list[str]:
-        return _positive(self, "context_length")
+        return positive(self, "context_length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class CacheConfig:
     )
 
     def problems(self) -> list[str]:
-        found = _positive(self, "page_size", "max_total_tokens")
+        found = positive(self, "page_size", "max_total_tokens")
         if not 0 < self.mem_fraction_static <= 1:
             found.append(
                 f"--mem-fraction-static is a share above 0, up to 1, not {self.mem_fraction_static}"
@@ -157,7 +158,7 @@ class FuzzyConfig:
     fuzzy_heal_queue: int = _flag(256, "Prompts that may wait for that; the oldest give way.")
 
     def problems(self) -> list[str]:
-        found = _positive(
+        found = positive(
             self,
             "fuzzy_min_span",
             "fuzzy_min_suffix",
@@ -165,10 +166,10 @@ class FuzzyConfig:
             "fuzzy_time_budget_ms",
             "fuzzy_heal_queue",
         )
-        found += _positive(self, "fuzzy_semantic_budget_ms", "fuzzy_semantic_index_tokens")
-        found += _positive(self, "fuzzy_semantic_min_span")
-        found += _share(self, "fuzzy_min_reuse_ratio", "fuzzy_max_share", "fuzzy_refresh")
-        found += _share(self, "fuzzy_semantic_threshold", "fuzzy_semantic_max_share")
+        found += positive(self, "fuzzy_semantic_budget_ms", "fuzzy_semantic_index_tokens")
+        found += positive(self, "fuzzy_semantic_min_span")
+        found += share(self, "fuzzy_min_reuse_ratio", "fuzzy_max_share", "fuzzy_refresh")
+        found += share(self, "fuzzy_semantic_threshold", "fuzzy_semantic_max_share")
         for name in ("fuzzy_self_check_max_kl", "fuzzy_self_check_max_decoys"):
             if not getattr(self, name) >= 0:
                 found.append(f"{flag_name(name)} must be 0 or more, not {getattr(self, name)}")
@@ -200,9 +201,7 @@ class SchedulerConfig:
     random_seed: int | None = _flag(None, "Seed for requests that bring none.")
 
     def problems(self) -> list[str]:
-        return _positive(
-            self, "max_running_requests", "max_queued_requests", "chunked_prefill_size"
-        )
+        return positive(self, "max_running_requests", "max_queued_requests", "chunked_prefill_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +257,8 @@ class ServerConfig:
         return self.explorer_hide_text or (self.open and self.admin_api_key is None)
 
     def problems(self) -> list[str]:
-        found = _positive(self, "max_body_bytes", "max_connections")
-        found += _positive(self, "keep_alive_seconds", "client_seconds")
+        found = positive(self, "max_body_bytes", "max_connections")
+        found += positive(self, "keep_alive_seconds", "client_seconds")
         if not (math.isfinite(self.drain_seconds) and self.drain_seconds >= 0):
             found.append(f"--drain-seconds is a time of 0 or more, not {self.drain_seconds}")
         found += [
@@ -288,7 +287,7 @@ class ClusterConfig:
     )
 
     def problems(self) -> list[str]:
-        found = _positive(self, "replicas", "cpus_per_replica")
+        found = positive(self, "replicas", "cpus_per_replica")
         if not (math.isfinite(self.gpus_per_replica) and self.gpus_per_replica >= 0):
             found.append(f"--gpus-per-replica is 0 or more, not {self.gpus_per_replica}")
         return found
@@ -335,25 +334,3 @@ def _unreadable_events(text: str | None) -> list[str]:
     except ConfigError as error:
         return list(error.problems)
     return []
-
-
-def flag_name(name: str) -> str:
-    """The command line's spelling of a field."""
-    return "--" + name.replace("_", "-")
-
-
-def _positive(group: Any, *names: str) -> list[str]:
-    found = []
-    for name in names:
-        value = getattr(group, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            found.append(f"{flag_name(name)} must be above 0, not {value}")
-    return found
-
-
-def _share(group: Any, *names: str) -> list[str]:
-    return [
-        f"{flag_name(name)} is a share from 0 to 1, not {getattr(group, name)}"
-        for name in names
-        if not 0 <= getattr(group, name) <= 1
-    ]

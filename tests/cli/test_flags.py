@@ -7,7 +7,8 @@ import pytest
 import typer
 
 from kvweave.cli.flags import PASS_UNKNOWN, takes_settings
-from kvweave.config import EngineConfig, ServerConfig, flag_name
+from kvweave.config import EngineConfig, ServerConfig
+from kvweave.config_checks import flag_name
 from kvweave.errors import ConfigError
 
 

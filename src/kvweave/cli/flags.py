@@ -19,7 +19,8 @@ from typing import Any
 import typer
 
 from kvweave.cli.settings_file import KINDS, did_you_mean, read_settings
-from kvweave.config import flag_name, validate
+from kvweave.config import validate
+from kvweave.config_checks import flag_name
 from kvweave.errors import ConfigError
 from kvweave.registries import choices_of
 

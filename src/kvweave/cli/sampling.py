@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvweave.config import flag_name
+from kvweave.config_checks import flag_name
 from kvweave.engine.types import SamplingParams
 from kvweave.errors import RequestError
 

@@ -12,7 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from kvweave.config import FuzzyConfig, flag_name
+from kvweave.config import FuzzyConfig
+from kvweave.config_checks import flag_name
 from kvweave.errors import ConfigError, reason
 
 NAMES = ("min_span", "min_suffix", "min_reuse_ratio", "sink_tokens", "stride", "max_share")
