@@ -17,7 +17,7 @@ from kvweave.server.lobby import PLACES
 from kvweave.server.open_files import with_files
 
 MOST = 20
-PATIENCE = 0.4
+PATIENCE = 0.6
 BODY = {"prompt": "x", "max_tokens": 2}
 LONG = {"prompt": ["x"] * 8, "max_tokens": 2000, "logprobs": 5}
 """Its answer is far larger than what the kernel holds for a reader."""
@@ -25,23 +25,35 @@ LONG = {"prompt": ["x"] * 8, "max_tokens": 2000, "logprobs": 5}
 
 @pytest.fixture(scope="module")
 def impatient():
-    config = ServerConfig(
-        port=0, max_connections=MOST, client_seconds=PATIENCE, keep_alive_seconds=PATIENCE / 2
-    )
-    engine = FakeEngine()
-    with RunningServer(engine, config) as server:
+    config = ServerConfig(port=0, client_seconds=PATIENCE, keep_alive_seconds=PATIENCE)
+    with RunningServer(FakeEngine(), config) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def small():
+    with RunningServer(FakeEngine(), ServerConfig(port=0, max_connections=MOST)) as server:
         yield server
 
 
 @pytest.fixture
 def server(impatient):
-    impatient.engine.reset()
-    impatient.engine.answer = lambda request, index: TEXT * 44
-    yield impatient
-    impatient.engine.hold = None
-    assert eventually(lambda: not connected(impatient)), "a connection outlasts its client"
-    assert eventually(lambda: not impatient.app.state.service.live)
-    assert eventually(lambda: not impatient.engine.phases)
+    yield from used(impatient)
+
+
+@pytest.fixture
+def crowded(small):
+    yield from used(small)
+
+
+def used(server):
+    """As new for each test, and forsaken at its end."""
+    server.engine.reset()
+    server.engine.answer = lambda request, index: TEXT * 44
+    yield server
+    assert eventually(lambda: not connected(server)), "a connection outlasts its client"
+    assert eventually(lambda: not server.app.state.service.live)
+    assert eventually(lambda: not server.engine.phases)
 
 
 def connected(server):
@@ -81,7 +93,7 @@ def test_a_second_head_that_comes_too_slowly(server):
 def test_a_body_that_comes_too_slowly(server):
     with Wire(server) as wire:
         wire.send(head(content_length=100))
-        drip(wire, b"{" * 30)
+        drip(wire, b"{" * 12)
         assert f"within {PATIENCE:g} seconds" in wire.refusal(408)
 
 
@@ -90,7 +102,7 @@ def test_a_connection_is_idle_between_requests_for_so_long_and_not_longer(server
         for _ in range(3):
             wire.send(request(BODY))
             assert wire.text() == "Th"
-            time.sleep(PATIENCE / 8)
+            time.sleep(PATIENCE / 12)
         assert wire.socket.recv(1) == b""
 
 
@@ -145,8 +157,8 @@ def test_a_reader_that_takes_something_now_and_then_gets_it_all(server):
             some = wire.socket.recv(1 << 16)
             assert some, "it was left"
             got += some
-            if time.monotonic() - began < 3 * PATIENCE:
-                time.sleep(PATIENCE / 4)
+            if time.monotonic() - began < 2 * PATIENCE:
+                time.sleep(PATIENCE / 6)
         assert got.count(b'"finish_reason":"stop"') == 8
 
 
@@ -167,46 +179,46 @@ def test_what_waits_for_a_reader_is_bounded(server):
 
 
 @pytest.fixture
-def crowd(server):
-    """As many idle connections as there may be; they are kept alive by asking now and then."""
-    wires = [Wire(server) for _ in range(MOST)]
-    assert eventually(lambda: connected(server) == MOST)
+def crowd(crowded):
+    """As many idle connections as there may be."""
+    wires = [Wire(crowded) for _ in range(MOST)]
+    assert eventually(lambda: connected(crowded) == MOST)
     yield wires
     for wire in wires:
         wire.close()
 
 
-def test_beyond_the_limit_one_is_told_so_and_only_health_is_answered(server, crowd):
+def test_beyond_the_limit_one_is_told_so_and_only_health_is_answered(crowded, crowd):
     for sent in (request(BODY), head("/health/", "GET"), request({"prompt": "x" * 500_000})):
-        with Wire(server) as wire:
+        with Wire(crowded) as wire:
             wire.send(sent)
             reply = wire.reply()
             assert reply.status == 503
             assert f"{MOST} connections" in reply.json()["error"]["message"]
             assert reply.headers["retry-after"] == "1"
             assert wire.is_closed()
-    with Wire(server) as wire:
+    with Wire(crowded) as wire:
         wire.send(head("/health", "GET"))
         reply = wire.reply()
         assert (reply.status, reply.headers["connection"]) == (200, "close")
         assert wire.is_closed()
-    assert not server.engine.requests
+    assert not crowded.engine.requests
     crowd[3].send(request(BODY))
     assert crowd[3].text() == "Th", "who was there before is served"
     crowd[5].close()
-    assert eventually(lambda: connected(server) < MOST)
-    with Wire(server) as wire:
+    assert eventually(lambda: connected(crowded) < MOST)
+    with Wire(crowded) as wire:
         wire.send(request(BODY))
         assert wire.text() == "Th"
 
 
-def test_a_flood_of_silent_connections_hides_neither_refusal_nor_health(server, crowd):
-    silent = [Wire(server) for _ in range(PLACES + 30)]
-    assert eventually(lambda: connected(server) >= MOST + PLACES)
-    with Wire(server) as wire:
+def test_a_flood_of_silent_connections_hides_neither_refusal_nor_health(crowded, crowd):
+    silent = [Wire(crowded) for _ in range(PLACES + 30)]
+    assert eventually(lambda: connected(crowded) >= MOST + PLACES)
+    with Wire(crowded) as wire:
         wire.send(head("/health", "GET"))
         assert wire.reply().status == 200
-    assert eventually(lambda: connected(server) <= MOST + PLACES)
+    assert eventually(lambda: connected(crowded) <= MOST + PLACES)
     assert f"{MOST} connections" in silent[0].refusal(503), "the first to come makes room"
     for wire in silent:
         wire.close()
