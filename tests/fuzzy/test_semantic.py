@@ -405,11 +405,12 @@ def test_settings_are_checked_together() -> None:
     wrong = FuzzyConfig(
         fuzzy_semantic_embedder="mine",
         fuzzy_semantic_threshold=1.5,
+        fuzzy_semantic_min_span=0,
         fuzzy_semantic_max_share=-1,
         fuzzy_semantic_budget_ms=0,
         fuzzy_semantic_index_tokens=0,
     )
     with pytest.raises(ConfigError) as caught:
         validate(wrong)
-    assert len(caught.value.problems) == 5
+    assert len(caught.value.problems) == 6
     assert HERE.salt is None
