@@ -98,7 +98,7 @@ def answers_to(backend, sent, salt_of_b):
 
 @pytest.mark.parametrize(
     ("backend", "salt"),
-    [("hash", "tenant B"), ("radix", "tenant B"), *(("fuzzy_match", s) for s in ("b", "", None))],
+    [("hash", "tenant B"), ("radix", "tenant B"), *(("fuzzy_match", s) for s in ("", None))],
 )
 def test_a_tenant_sees_nothing_of_what_another_one_cached(backend, salt):
     guessed, their_metrics = answers_to(backend, SECRET, salt)
