@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -150,6 +153,22 @@ def test_nothing_is_embedded_for_later_while_a_request_holds_pages(world: Semant
     world.finish(busy)
     world.settle()
     assert DONOR in world.meaning.texts
+
+
+def test_a_cache_that_nobody_holds_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SemanticWorld(monkeypatch)
+    world.teach(prompt(DONOR))
+    world.ask(prompt(ASKED))
+    cache, desk = weakref.ref(world.cache), weakref.ref(world.provider.desk)
+    monkeypatch.undo()
+    del world
+    for _ in range(400):
+        gc.collect()
+        if cache() is None and desk() is None:
+            break
+        time.sleep(0.05)
+    assert cache() is None
+    assert desk() is None
 
 
 def test_facts_decide(world: SemanticWorld) -> None:

@@ -7,8 +7,9 @@ is never embedded, and waits for nothing. Donors' sentences are embedded while t
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import numpy as np
@@ -63,8 +64,7 @@ class SemanticProvider(FuzzyMatchProvider):
         self._seconds = config.fuzzy_semantic_budget_ms / 1000
         self.index = VectorIndex(config.fuzzy_semantic_index_tokens)
         self.desk = Desk(
-            embedder or EmbedderProcess(config.fuzzy_semantic_embedder),
-            running=lambda: donors.running > 0,
+            embedder or EmbedderProcess(config.fuzzy_semantic_embedder), running=_running(donors)
         )
         self._asked: OrderedDict[Namespace, None] = OrderedDict()
         self._written = np.zeros(donors.num_pages, np.int64)
@@ -239,3 +239,14 @@ class SemanticProvider(FuzzyMatchProvider):
             similarity=min(cosine, 1.0),
             donor_tokens=theirs[before : before + length],
         )
+
+
+def _running(donors: Donors) -> Callable[[], bool]:
+    """Whether requests run there. The desk's thread must not keep what nobody else does."""
+    known = weakref.ref(donors)
+
+    def running() -> bool:
+        there = known()
+        return there is not None and there.running > 0
+
+    return running
