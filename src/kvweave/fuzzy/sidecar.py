@@ -27,9 +27,9 @@ Matrix: TypeAlias = npt.NDArray[np.float32]
 
 _SHAPE = struct.Struct("<II")
 _NICENESS = 19
-"""The lowest priority there is. What a sentence under way takes from a forward pass that begins, its
-slowest thread waits for: at 5, the 95th percentile of first tokens rose by a tenth (`bench
-semantic`). Whoever waits for an answer keeps the engine's own thread waiting, so then there is room.
+"""The lowest priority there is. A forward pass waits for its slowest thread, from which a sentence
+under way takes time: at 5, the 95th percentile of first tokens rose by a tenth (`bench semantic`).
+Who waits for an answer keeps the engine's own thread waiting, so then there is room.
 """
 _MODEST = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
