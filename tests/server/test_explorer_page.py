@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from explorerkit import DOCUMENT, ask, explored
+from serverkit import eventually
 
 from kvweave.prefix.base import Declined
 
@@ -199,6 +200,21 @@ def test_the_playground_marks_the_tokens_that_differ(open_page, server, engine):
     assert cold.prompt_ids == warm.prompt_ids != first.prompt_ids
     assert cold.cache_salt != first.cache_salt == warm.cache_salt
     shot(page, "playground")
+
+
+def test_a_sample_that_comes_late_leaves_who_is_typing_alone(open_page, server):
+    late = []
+    page = open_page(server.url)
+    page.route("**/sample.txt", lambda route: late.append(route))
+    with page.expect_request("**/sample.txt"):
+        page.get_by_role("link", name="Playground").click()
+    second = page.get_by_label("Second prompt")
+    second.focus()
+    [sample] = late
+    sample.continue_()
+    assert eventually(lambda: page.get_by_label("First prompt").input_value())
+    page.keyboard.type("mine")
+    assert second.input_value() == "mine"
 
 
 def test_what_goes_wrong_in_the_playground_is_said(open_page, server):

@@ -46,8 +46,13 @@ function area(id, label, hint) {
 
 async function fill(first, second) {
   const sample = await fetch("/explorer/static/sample.txt").then((reply) => reply.text());
-  first.value ||= `Read this and say in one sentence what it is about.\n\n${sample}`;
-  second.value ||= `You answer questions about a text. Be brief.\n\nText:\n${sample}\nQuestion: What did the keeper write down?`;
+  suggest(first, `Read this and say in one sentence what it is about.\n\n${sample}`);
+  suggest(second, `You answer questions about a text. Be brief.\n\nText:\n${sample}\nQuestion: What did the keeper write down?`);
+}
+
+// Not to somebody who is in the field already, or the next letter would stand behind all of it.
+function suggest(field, text) {
+  if (document.activeElement !== field) field.value ||= text;
 }
 
 async function compare(state, first, second, most, say) {
