@@ -19,7 +19,7 @@ from kvweave.bench.soak import model, oracle
 from kvweave.bench.soak.arms import ARMS, Outcome, Setting, run
 from kvweave.bench.soak.report import problems_table, rows_of
 
-MOST_GROWTH = 0.02
+MOST_GROWTH = 0.01
 """Of memory in the second half. The server keeps what it frees, so that it rises in rare steps."""
 
 
