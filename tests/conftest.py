@@ -28,7 +28,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny random model, by its name in tinymodels.TINY or REFUSED."""
-    from tinymodels import REFUSED, TINY, save
+    from support.tinymodels import REFUSED, TINY, save
 
     @functools.cache
     def folder(name: str) -> Path:

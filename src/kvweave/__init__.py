@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from kvweave.version import __version__
 
 if TYPE_CHECKING:
     from kvweave.engine.llm import LLM
     from kvweave.engine.types import SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
-
-try:
-    __version__ = version("kvweave")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+source"
 
 
 def __getattr__(name: str) -> Any:

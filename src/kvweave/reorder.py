@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import PrefixCache
+from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.lease import Namespace, RequestView
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvweave.bench.workloads.corpus import MANUALS, Corpus
+from kvweave_bench.workloads.corpus import MANUALS, Corpus
 
 
 def encode(text: str) -> list[int]:
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tiny, with room for whole prompts; its tokenizer knows bytes."""
     from transformers import LlamaConfig
 
-    from tinymodels import VOCABULARY, save
+    from support.tinymodels import VOCABULARY, save
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,

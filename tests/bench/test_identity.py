@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvweave.bench.driver import Answer
-from kvweave.bench.identity import Donors, served_positions
 from kvweave.engine.types import Usage
 from kvweave.prefix.plan import Span
+from kvweave_bench.driver import Answer
+from kvweave_bench.identity import Donors, served_positions
 
 DONOR = np.arange(1000, 1100, dtype=np.int32)
 

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from quality_texts import Letters
 from rich.console import Console
 
-from kvweave.bench.base import BenchOptions
-from kvweave.bench.registry import run_bench
-from kvweave.bench.runs import paraphrase_gate
+from kvweave_bench.options import BenchOptions
+from kvweave_bench.registry import run_bench
+from kvweave_bench.runs import paraphrase_gate
+from support.quality_texts import Letters
 
 PAIRS = [
     ("negation", "Cancel my plan today.", "Don't cancel my plan today."),
@@ -38,8 +38,8 @@ def test_each_gate_is_counted_on_the_same_pairs(
     kept = {"source": "fow-cache", "origin": "fow-cache 0", "licence": "test", "texts": texts}
     (tmp_path / "texts" / "fow-cache.json").write_text(json.dumps(kept))
     monkeypatch.setattr(paraphrase_gate, "make_embedder", lambda name: Letters())
-    monkeypatch.setattr("kvweave.fuzzy.semantic.provider.EmbedderProcess", lambda name: Letters())
-    monkeypatch.setattr("kvweave.fuzzy.semantic.desk._QUIET", 0.02)
+    monkeypatch.setattr("kvweave.paraphrase.semantic.EmbedderProcess", lambda name: Letters())
+    monkeypatch.setattr("kvweave.paraphrase.embedding_queue._QUIET", 0.02)
     options = BenchOptions(model=model)
     report = run_bench("paraphrase-gate", options, console=Console(file=io.StringIO()))
     found = {(row.metric, row.arm): (row.value, row.n) for row in report.rows}

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from quality_texts import Letters, keep_texts
 from rich.console import Console
 
-from kvweave.bench.base import BenchOptions
-from kvweave.bench.registry import run_bench
-from kvweave.bench.workloads.corpus import Corpus
 from kvweave.errors import ConfigError, KvweaveError
+from kvweave_bench.options import BenchOptions
+from kvweave_bench.registry import run_bench
+from kvweave_bench.workloads.corpus import Corpus
+from support.quality_texts import Letters, keep_texts
 
 
 def test_rows_and_page_come_out_of_one_run(
@@ -62,8 +62,8 @@ def test_other_words_are_measured_with_and_without_on_the_same_prompts(
 ) -> None:
     make_corpus(0)
     keep_texts(tmp_path)
-    monkeypatch.setattr("kvweave.fuzzy.semantic.provider.EmbedderProcess", lambda name: Letters())
-    monkeypatch.setattr("kvweave.fuzzy.semantic.desk._QUIET", 0.02)
+    monkeypatch.setattr("kvweave.paraphrase.semantic.EmbedderProcess", lambda name: Letters())
+    monkeypatch.setattr("kvweave.paraphrase.embedding_queue._QUIET", 0.02)
     names = ["paraphrase-fact", "paraphrase-fact-moved", "paraphrase-fact-alone"]
     options = BenchOptions(model=model, n=2, quick=True, cells=",".join(names), arms="copy/0")
     report = run_bench("quality", options, console=Console(file=io.StringIO()))

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quality_texts import keep_texts
 
-from kvweave.bench.quality import reworded
-from kvweave.bench.quality.cells import CELLS, choose_cells
-from kvweave.bench.quality.chat import Chat
-from kvweave.bench.quality.decoys import FACTS
-from kvweave.bench.quality.writer import Case, Writer
-from kvweave.bench.workloads.corpus import Corpus
-from kvweave.bench.workloads.oracle import shared_positions, shared_share
-from kvweave.engine.selfcheck.agreement import words
+from kvweave.engine.selfcheck.measure import words
 from kvweave.errors import KvweaveError
 from kvweave.fuzzy.facts import differing
 from kvweave.kv.pool import IntArray
+from kvweave_bench.quality import reworded
+from kvweave_bench.quality.cells import CELLS, choose_cells
+from kvweave_bench.quality.chat import Chat
+from kvweave_bench.quality.decoys import FACTS
+from kvweave_bench.quality.writer import Case, Writer
+from kvweave_bench.workloads.corpus import Corpus
+from kvweave_bench.workloads.oracle import shared_positions, shared_share
+from support.quality_texts import keep_texts
 
 BUILDERS = {cell.name: cell.build for cell in CELLS if not cell.like}
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvweave.bench.quality.intervals import bootstrap, share
-from kvweave.bench.quality.metrics import (
+from kvweave.engine.selfcheck.measure import kl_divergence, verdict, words
+from kvweave_bench.quality.intervals import bootstrap, share
+from kvweave_bench.quality.metrics import (
     negative_log_likelihood,
     perplexity_ratio,
     rouge_l,
     token_f1,
 )
-from kvweave.engine.selfcheck.agreement import kl_divergence, verdict, words
 
 TEXTS = [
     "The capital of Peru is Lima.",

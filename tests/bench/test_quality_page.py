@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvweave.bench.quality.arms import Arm
-from kvweave.bench.quality.cells import Cell
-from kvweave.bench.quality.page import Page, render, write_page
-from kvweave.bench.quality.pairs import Compared, Pair
-from kvweave.bench.quality.summary import figures, rows
-from kvweave.bench.quality.writer import Case
-from kvweave.bench.report import describe_machine
+from kvweave_bench.quality.arms import Arm
+from kvweave_bench.quality.cells import Cell
+from kvweave_bench.quality.page import Page, render, write_page
+from kvweave_bench.quality.pairs import Compared, Pair
+from kvweave_bench.quality.summary import figures, rows
+from kvweave_bench.quality.writer import Case
+from kvweave_bench.report import describe_machine
 
 NOBODY = np.zeros(1, np.int32)
 CELL = Cell(name="moved", summary="a document, moved", build=lambda *_: CASES[0])

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvweave.bench.quality.arms import Arm, outer_layers, parse_arms
-from kvweave.bench.quality.cells import Cell
-from kvweave.bench.quality.pairs import Compared, arms_of, compare
-from kvweave.bench.quality.session import Session
-from kvweave.bench.quality.writer import Case
 from kvweave.config import ModelConfig
 from kvweave.errors import KvweaveError
 from kvweave.kv.pool import IntArray
-from kvweave.models import LoadedModel, hook
+from kvweave.models import LoadedModel, hooks
+from kvweave_bench.quality.arms import Arm, outer_layers, parse_arms
+from kvweave_bench.quality.cells import Cell
+from kvweave_bench.quality.pairs import Compared, arms_of, compare
+from kvweave_bench.quality.session import Session
+from kvweave_bench.quality.writer import Case
 
 COPY, RERUN = Arm("copy"), Arm("rerun")
 CELL = Cell(name="test", summary="", build=lambda *_: CASE, answer=6)
@@ -50,7 +50,7 @@ def run(model: LoadedModel, arms: list[Arm], *cases: Case, cell: Cell = CELL) ->
 
 def by_the_library(model: LoadedModel, sequence: list[int]) -> torch.Tensor:
     """The model's own logits (tokens, vocabulary), by transformers alone."""
-    with hook.implementation(model.model, "eager"), torch.inference_mode():
+    with hooks.implementation(model.model, "eager"), torch.inference_mode():
         return model.model(torch.tensor([sequence])).logits[0].float()
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvweave.bench.reference import Transformers, _Remote
 from kvweave.errors import KvweaveError
+from kvweave_bench.reference import Transformers, _Remote
 
 
 def test_appended_and_decoded_tokens_are_forgotten(tiny_folder: Callable[[str], Path]) -> None:

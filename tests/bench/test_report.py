@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvweave.bench.measure import Against, alternate, ratio_row, row, seconds
-from kvweave.bench.report import Report, Row, check_writable
 from kvweave.errors import KvweaveError
+from kvweave_bench.measure import Against, alternate, ratio_row, row, seconds
+from kvweave_bench.report import Report, Row, check_writable
 
 
 def a_report(*rows: Row) -> Report:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvweave.bench.base import BenchOptions
-from kvweave.bench.registry import bench_names, get_bench, run_bench
-from kvweave.bench.report import Report, Row
-from kvweave.bench.runs.heal import p95_ratio
-from kvweave.bench.workloads.corpus import Corpus
 from kvweave.errors import ConfigError, KvweaveError
+from kvweave_bench.options import BenchOptions
+from kvweave_bench.registry import bench_names, get_bench, run_bench
+from kvweave_bench.report import Report, Row
+from kvweave_bench.runs.heal import p95_ratio
+from kvweave_bench.workloads.corpus import Corpus
 
 Run = Callable[..., Report]
 

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvweave.bench.soak import arms, model, oracle
-from kvweave.bench.soak.client import Reply
-from kvweave.bench.soak.oracle import Claim
-from kvweave.bench.soak.verdicts import verdict
-from kvweave.bench.soak.watch import Sample, leaks, trend
-from kvweave.bench.soak.workload import Case, Workload
+from kvweave_bench.soak import arms, model, oracle
+from kvweave_bench.soak.client import Reply
+from kvweave_bench.soak.oracle import Claim
+from kvweave_bench.soak.verdicts import verdict
+from kvweave_bench.soak.watch import Sample, leaks, trend
+from kvweave_bench.soak.workload import Case, Workload
 
 
 def test_a_short_soak_ends_without_problems(tmp_path):
-    command = [sys.executable, "-m", "kvweave.bench.soak", "--minutes", "0.2"]
+    command = [sys.executable, "-m", "kvweave_bench.soak", "--minutes", "0.2"]
     command += ["--arms", "fuzzy_match", "--workers", "16", "--most-growth", "9"]
     command += ["--json", str(tmp_path / "soak.json"), "--folder", str(tmp_path / "soak")]
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.bench import fetch, texts
 from kvweave.errors import KvweaveError
+from kvweave_bench import fetch, texts
 
 
 @pytest.fixture

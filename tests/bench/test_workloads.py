@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.bench.workloads import prompts, shapes
-from kvweave.bench.workloads.corpus import Corpus
-from kvweave.bench.workloads.oracle import shared_positions, shared_share
 from kvweave.errors import KvweaveError
+from kvweave_bench.workloads import prompts, shapes
+from kvweave_bench.workloads.corpus import Corpus
+from kvweave_bench.workloads.oracle import shared_positions, shared_share
 
 MakeCorpus = Callable[[int], Corpus]
 

@@ -1,13 +1,7 @@
-import sys
-from pathlib import Path
-
 import pytest
 
 from kvweave.cli.flags import takes_settings
 from kvweave.config import EngineConfig, ServerConfig
-
-# The scripted engine is shared with the server's tests.
-sys.path.insert(0, str(Path(__file__).parent.parent / "server"))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvweave.cli.main import main
-from kvweave.engine.selfcheck import gate, store
+from kvweave.engine.selfcheck import gate
 from kvweave.engine.selfcheck.measure import Measured
 
 
@@ -17,7 +17,7 @@ def run(*arguments: str) -> int | str | None:
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(store, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(gate, "cache_folder", lambda: tmp_path)
     found = [Measured("moved", 0.01 * n, n < 4, 300) for n in range(1, 5)]
     found += [Measured("near-duplicate", 0.02, True, 300, "gold", "gold")] * 2
     monkeypatch.setattr(gate, "measure", lambda *_: found)

@@ -8,7 +8,7 @@ import typer
 
 from kvweave.cli.flags import PASS_UNKNOWN, takes_settings
 from kvweave.config import EngineConfig, ServerConfig
-from kvweave.config_checks import flag_name
+from kvweave.config.checks import flag_name
 from kvweave.errors import ConfigError
 
 

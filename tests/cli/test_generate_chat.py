@@ -5,7 +5,6 @@ import io
 import json
 
 import pytest
-from serverkit import TEXT, FakeEngine, toy_card
 
 from kvweave.cli import chat as chat_module
 from kvweave.cli import generate as generate_module
@@ -13,6 +12,7 @@ from kvweave.cli.main import main
 from kvweave.cli.session import Session
 from kvweave.engine.types import Usage
 from kvweave.server.prompts import PromptReader
+from support.serverkit import TEXT, FakeEngine, toy_card
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_benches_are_listed_one_a_line(capsys):
 def test_a_bench_is_told_what_the_command_line_says(monkeypatch, tmp_path):
     told = []
     monkeypatch.setattr(
-        "kvweave.bench.registry.run_bench",
+        "kvweave_bench.registry.run_bench",
         lambda name, options, json_path: told.append((name, options, json_path)),
     )
     file = tmp_path / "figures.json"

@@ -11,10 +11,10 @@ import threading
 
 import httpx
 import pytest
-from serverkit import eventually
 
 from kvweave.config import ServerConfig
 from kvweave.server.run import bind
+from support.serverkit import eventually
 
 LONG = {"prompt": "x", "max_tokens": 700, "ignore_eos": True, "stream": True}
 

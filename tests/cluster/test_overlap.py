@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-
-from enginekit import make_world, prompt, request
 from test_engine_fuzz import random_request
 from test_engine_fuzzy import DOCUMENT, fuzzy_world, wrapped
 
 from kvweave.cluster.overlap import Keying, Overlap, PromptKeys, ReplicaView
-from kvweave.fuzzy.hashing import block_hashes
-from kvweave.prefix.chain import namespace_seed
+from kvweave.fuzzy.anchors import block_hashes
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvweave.prefix.hash_index import namespace_seed
 from kvweave.prefix.lease import Namespace, RequestView
+from support.enginekit import make_world, prompt, request
 
 
 class Sink:

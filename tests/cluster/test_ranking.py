@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvweave.cluster.overlap import Overlap
-from kvweave.cluster.ranking import Standing, Weights, ranked, score
+from kvweave.cluster.overlap import Overlap, score
+from kvweave.cluster.router import Standing, Weights, ranked
 
 
 def standing(exact: int = 0, moved: int = 0, load: int = 0, kept: int = 0) -> Standing:

@@ -45,7 +45,7 @@ def config(tiny_folder) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def cluster(config) -> Iterator[Cluster]:
-    from kvweave.cluster.run import running_engines
+    from kvweave.cluster.app import running_engines
 
     with running_engines(config, ClusterConfig(replicas=2, cpus_per_replica=0.5)) as (engine, _):
         yield Cluster(engine)
@@ -340,7 +340,7 @@ def test_a_dead_replica_is_replaced_and_only_what_it_was_saying_is_lost(cluster)
 
 
 def test_what_ray_cannot_give_is_refused_at_once(config, cluster):
-    from kvweave.cluster.run import _check_room
+    from kvweave.cluster.app import _check_room
 
     with pytest.raises(ConfigError, match="--replicas 900 want 900 CPUs, and Ray has"):
         _check_room(ClusterConfig(replicas=900))

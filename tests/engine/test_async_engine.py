@@ -9,13 +9,13 @@ import time
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
-from enginekit import VOCABULARY, World, collect, make_world, oracle_answer, prompt, request
-from faultkit import Sink
 from test_cases_lifecycle import explode
 
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.types import Completion
 from kvweave.errors import EngineDeadError, OverloadedError, RequestError
+from support.enginekit import VOCABULARY, World, collect, make_world, oracle_answer, prompt, request
+from support.faultkit import Sink
 
 
 @asynccontextmanager

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from enginekit import EXACT_BACKENDS, SHARING_BACKENDS, make_world, oracle_answer, prompt, request
+
+from support.enginekit import (
+    EXACT_BACKENDS,
+    SHARING_BACKENDS,
+    make_world,
+    oracle_answer,
+    prompt,
+    request,
+)
 
 
 @pytest.mark.parametrize("backend", EXACT_BACKENDS)

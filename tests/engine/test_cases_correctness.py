@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from enginekit import (
+
+from support.enginekit import (
     EXACT_BACKENDS,
     SHARING_BACKENDS,
     make_world,

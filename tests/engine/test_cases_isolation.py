@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from enginekit import SHARING_BACKENDS, make_world, oracle_answer, prompt, request
+
+from support.enginekit import SHARING_BACKENDS, make_world, oracle_answer, prompt, request
 
 
 @pytest.mark.parametrize("backend", SHARING_BACKENDS)

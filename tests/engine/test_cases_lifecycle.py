@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from enginekit import EXACT_BACKENDS, make_world, oracle_answer, prompt, request
 
 from kvweave.engine.engine import MAX_FAILURES
 from kvweave.errors import EngineDeadError, OverloadedError, RequestError
+from support.enginekit import EXACT_BACKENDS, make_world, oracle_answer, prompt, request
 
 
 def explode(*_args, **_kwargs):
@@ -57,7 +57,7 @@ def test_an_exception_in_a_step_fails_exactly_its_batch(where, monkeypatch, capl
     if where == "runner":
         world.runner.before = explode
     else:
-        monkeypatch.setattr("kvweave.engine.passes.read_out", explode)
+        monkeypatch.setattr("kvweave.engine.execution.executor.read_out", explode)
     deltas = world.step()
     assert {(d.rid, d.finish_reason) for d in deltas} == {("a", "error"), ("b", "error")}
     assert all("injected" in d.error for d in deltas)

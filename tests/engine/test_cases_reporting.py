@@ -6,7 +6,8 @@ import logging
 
 import numpy as np
 import pytest
-from enginekit import (
+
+from support.enginekit import (
     EXACT_BACKENDS,
     SHARING_BACKENDS,
     make_world,

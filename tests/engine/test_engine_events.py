@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
-from enginekit import SHARING_BACKENDS, World, make_world, prompt, request
 from test_engine_fuzz import random_request
 from test_engine_fuzzy import DOCUMENT, fuzzy_world, wrapped
 from test_heal import healing_world, served_approximately
 
 from kvweave.errors import RequestError
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvweave.prefix.node import upwards
+from kvweave.prefix.tree import upwards
+from support.enginekit import SHARING_BACKENDS, World, make_world, prompt, request
 
 Prefix = tuple[str | None, tuple[int, ...]]
 """A page by all that its KV depends on: the salt, and every token up to its end."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from enginekit import EXACT_BACKENDS, World, make_world, oracle_answer, prompt, request
 
 from kvweave.errors import RequestError
+from support.enginekit import EXACT_BACKENDS, World, make_world, oracle_answer, prompt, request
 
 FAMILIES = [prompt(90, seed) for seed in range(4)]
 

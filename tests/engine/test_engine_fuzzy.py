@@ -7,14 +7,14 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from enginekit import World, make_world, oracle_answer, prompt, request
 from test_engine_fuzz import Faults, assert_answers
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import RequestError
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.pool import PagePool
-from kvweave.prefix.base import CacheOptions
+from kvweave.prefix.contract import CacheOptions
+from support.enginekit import World, make_world, oracle_answer, prompt, request
 
 SMALL = FuzzyConfig(
     fuzzy_stride=4,
@@ -251,7 +251,7 @@ def test_random_lives_over_overlapping_text_answer_right(seed):
 
 def test_a_snapshot_which_every_step_takes_tells_of_the_provider_and_asks_it_nothing():
     world = fuzzy_world()
-    with patch("kvweave.fuzzy.index.SpanIndex.stats", return_value={"doors": 5}) as stats:
+    with patch("kvweave.fuzzy.span_index.SpanIndex.stats", return_value={"doors": 5}) as stats:
         world.run(request("r", wrapped(1, DOCUMENT)))
         world.run(request("s", wrapped(2, DOCUMENT)))
         for _ in range(3):

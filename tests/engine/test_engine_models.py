@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from enginekit import EXACT_BACKENDS, SHARING_BACKENDS
 
 import kvweave
 from kvweave.config import CacheConfig, EngineConfig, SchedulerConfig
-from kvweave.engine.admission import Admission
 from kvweave.engine.engine import Engine
 from kvweave.engine.llm import LLM
+from kvweave.engine.scheduler.admission import Admission
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.errors import ConfigError, RequestError
-from kvweave.models import LoadedModel, hook
+from kvweave.models import LoadedModel, hooks
+from support.enginekit import EXACT_BACKENDS, SHARING_BACKENDS
 
 CLEAR = 1e-3
 """Logits closer than this may change places by rounding; what follows is not compared."""
@@ -59,7 +59,7 @@ class Reference:
 
 
 def reference(loaded: LoadedModel, prompt: Sequence[int], count: int) -> Reference:
-    with hook.implementation(loaded.model, "eager"), torch.inference_mode():
+    with hooks.implementation(loaded.model, "eager"), torch.inference_mode():
         output = loaded.model.generate(
             torch.tensor([list(prompt)]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -258,7 +258,7 @@ def test_prompt_logprobs_of_a_model_do_not_depend_on_the_cache(tiny, backend):
         engine.add(GenerateRequest(rid=rid, prompt_ids=tokens, sampling=sampling))
         while engine.has_work:
             found += [delta.prompt_logprobs for delta in engine.step() if delta.prompt_logprobs]
-    with hook.implementation(loaded.model, "eager"), torch.inference_mode():
+    with hooks.implementation(loaded.model, "eager"), torch.inference_mode():
         expected = loaded.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
     for scores in found:
         assert scores[0].logprob is None

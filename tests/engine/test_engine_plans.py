@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from enginekit import OracleRunner, World, make_world, oracle_answer, prompt, request
 
 from kvweave.kv.pool import PagePool
-from kvweave.prefix.base import CacheOptions
+from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.plan import Plan, Span
 from kvweave.prefix.radix import RadixCache
+from support.enginekit import OracleRunner, World, make_world, oracle_answer, prompt, request
 
 
 class WovenCache(RadixCache):

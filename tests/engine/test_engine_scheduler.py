@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from enginekit import make_world, oracle_answer, prompt, request
 
-from kvweave.engine.request import RequestGroup, Sequence
+from kvweave.engine.scheduler.queue import PATIENCE, WaitingQueue
+from kvweave.engine.scheduler.request import RequestGroup, Sequence
 from kvweave.engine.types import GenerateRequest
-from kvweave.engine.waiting import PATIENCE, WaitingQueue
 from kvweave.prefix.lease import Namespace
+from support.enginekit import make_world, oracle_answer, prompt, request
 
 
 def sequence(arrival: int, priority: int = 0) -> Sequence:

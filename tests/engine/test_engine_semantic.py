@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig
-from kvweave.engine.building import build_machinery
 from kvweave.engine.engine import Engine
+from kvweave.engine.factory import build_machinery
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.fuzzy.donors import slots_of
-from kvweave.kv.mover import MoveRun
-from kvweave.kv.rotary import relocate
+from kvweave.kv.relocation import MoveRun, relocate
 from kvweave.models import LoadedModel
 from kvweave.prefix.plan import Tier
 
@@ -86,7 +85,7 @@ class Office:
 @pytest.fixture(scope="module")
 def office(packaged: LoadedModel) -> Office:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvweave.fuzzy.semantic.desk._QUIET", 0.05)  # seconds till it is idle
+        patch.setattr("kvweave.paraphrase.embedding_queue._QUIET", 0.05)  # seconds till it is idle
         return Office(packaged, CONFIG)
 
 

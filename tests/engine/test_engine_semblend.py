@@ -13,8 +13,8 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.errors import ConfigError
 from kvweave.fuzzy.backend import FuzzyCache
-from kvweave.fuzzy.semblend import SemblendProvider
 from kvweave.models import LoadedModel
+from kvweave.paraphrase.semblend import SemblendProvider
 from kvweave.prefix.plan import Tier
 
 pytestmark = [

@@ -11,8 +11,13 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
-from enginekit import World, make_world, oracle_answer, prompt, request
-from faultkit import (
+from test_engine_fuzzy import DOCUMENT, SMALL, wrapped
+
+import kvweave.engine.execution.executor
+import kvweave.fuzzy.backend
+from kvweave.plugins import BACKENDS
+from support.enginekit import World, make_world, oracle_answer, prompt, request
+from support.faultkit import (
     WORDS,
     Place,
     Sink,
@@ -31,11 +36,6 @@ from faultkit import (
     while_growing,
     while_leasing,
 )
-from test_engine_fuzzy import DOCUMENT, SMALL, wrapped
-
-import kvweave.engine.passes
-import kvweave.fuzzy.backend
-from kvweave.prefix.registry import backend_names
 
 
 class Phase(NamedTuple):
@@ -79,7 +79,7 @@ PHASES = {
     "decode": Phase(forward(prefill=False), times=tuple(range(2, 20))),
     "sampled": Phase(
         before(
-            lambda _: kvweave.engine.passes,
+            lambda _: kvweave.engine.execution.executor,
             "read_out",
             lambda logits, wanted, states: by_rows(part.row for part in wanted),
         )
@@ -110,7 +110,7 @@ PHASES = {
 CASES = [
     (phase, backend)
     for phase in PHASES
-    for backend in backend_names()
+    for backend in BACKENDS
     if backend == "fuzzy_match" or not PHASES[phase].fuzzy
 ]
 

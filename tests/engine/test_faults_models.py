@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from faultkit import WORDS, Trap, by_rows
 from test_engine_models import assert_equal, reference
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, SchedulerConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.narrowing import Narrowing
-from kvweave.engine.screening import AskedFor, Screener
+from kvweave.engine.execution.selective_recompute import AskedFor, Narrowing, Screener
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
-from tinymodels import VOCABULARY
+from support.faultkit import WORDS, Trap, by_rows
+from support.tinymodels import VOCABULARY
 
 RNG = np.random.default_rng(11)
 DOCUMENT = RNG.integers(0, VOCABULARY - 5, 90).tolist()

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from enginekit import World, make_world, oracle_answer, prompt, request
 from test_engine_fuzz import Faults, assert_answers
 from test_engine_fuzzy import DOCUMENT, SMALL, overlapping_request, wrapped
 
@@ -18,6 +17,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.types import Completion
 from kvweave.errors import RequestError
 from kvweave.models import LoadedModel
+from support.enginekit import World, make_world, oracle_answer, prompt, request
 
 HEALING = replace(SMALL, fuzzy_heal=True)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kvweave.engine.attention import get_backend
-from kvweave.engine.batch import ForwardBatch
-from kvweave.engine.runner import ModelRunner
+from kvweave.engine.execution.batch import ForwardBatch
+from kvweave.engine.execution.runner import ModelRunner
 from kvweave.kv.tensors import KVTensors
-from kvweave.models import LoadedModel, hook
-from tinymodels import TINY, VOCABULARY
+from kvweave.models import LoadedModel, hooks
+from support.tinymodels import TINY, VOCABULARY
 
 LENGTHS = (29, 12, 41)
 GARBAGE = 1e3
@@ -76,7 +76,7 @@ class Bench:
 
     def expected(self, index: int) -> torch.Tensor:
         """What transformers says of the whole text, all at once."""
-        with hook.implementation(self.loaded.model, "eager"), torch.inference_mode():
+        with hooks.implementation(self.loaded.model, "eager"), torch.inference_mode():
             ids = torch.from_numpy(self.rows[index].tokens)[None]
             return self.loaded.model(input_ids=ids, use_cache=False).logits[0].float()
 
@@ -202,7 +202,7 @@ def test_a_failed_pass_leaves_nothing_behind(tiny: Callable[[str], LoadedModel])
 def test_greedy_tokens_equal_generate(packaged: LoadedModel, page_size: int) -> None:
     prompt = "The three largest cities of Australia, with a sentence on each of them, are:"
     ids = packaged.tokenizer(prompt).input_ids
-    with hook.implementation(packaged.model, "sdpa"):
+    with hooks.implementation(packaged.model, "sdpa"):
         generated = packaged.model.generate(
             torch.tensor([ids]), max_new_tokens=32, do_sample=False, pad_token_id=2
         )[0].tolist()

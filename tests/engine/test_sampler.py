@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvweave.engine.filters import keep_min_p, keep_top_k, keep_top_p
-from kvweave.engine.sampler import SamplingState, sample, uniforms
+from kvweave.engine.sampling.logits import keep_min_p, keep_top_k, keep_top_p
+from kvweave.engine.sampling.sampler import SamplingState, sample, uniforms
 from kvweave.engine.types import SamplingParams
 
 
@@ -62,7 +62,7 @@ def test_a_row_does_not_depend_on_its_company():
 
 
 def test_greedy_needs_no_random_numbers_and_no_sort(monkeypatch):
-    monkeypatch.setattr("kvweave.engine.sampler._draw", None)
+    monkeypatch.setattr("kvweave.engine.sampling.sampler._draw", None)
     logits = random_logits(3, 100)
     expected = logits.argmax(-1).tolist()
     assert sample(logits, [state(temperature=0.0)] * 3).token_ids == expected
@@ -170,7 +170,7 @@ def test_impossible_tokens_are_never_drawn():
 
 
 def test_the_smallest_random_number_draws_a_possible_token(monkeypatch):
-    monkeypatch.setattr("kvweave.engine.sampler.uniforms", lambda *_: np.zeros(1))
+    monkeypatch.setattr("kvweave.engine.sampling.sampler.uniforms", lambda *_: np.zeros(1))
     logits = torch.full((1, 50), -torch.inf)
     logits[0, [7, 49]] = 0.0
     assert sample(logits, [state()]).token_ids == [7]
@@ -192,6 +192,8 @@ def test_a_large_vocabulary_keeps_its_rare_tokens(monkeypatch):
     tail = 200_000 * np.exp(-25.0)
     for place in (0.25, 0.5, 0.75):
         drawn = np.array([1 - tail * (1 - place)])
-        monkeypatch.setattr("kvweave.engine.sampler.uniforms", lambda *_, drawn=drawn: drawn)
+        monkeypatch.setattr(
+            "kvweave.engine.sampling.sampler.uniforms", lambda *_, drawn=drawn: drawn
+        )
         token = sample(logits.clone(), [state()]).token_ids[0]
         assert token == pytest.approx(200_000 * place, rel=0.02)

@@ -11,13 +11,13 @@ import torch
 
 from kvweave.config import ModelConfig
 from kvweave.engine.attention import get_backend
-from kvweave.engine.batch import ForwardBatch, Screening
-from kvweave.engine.runner import ModelRunner
-from kvweave.fuzzy import refresh
-from kvweave.fuzzy.refresh import Stop, Strategy
+from kvweave.engine.execution.batch import ForwardBatch, Screening
+from kvweave.engine.execution.runner import ModelRunner
+from kvweave.fuzzy import recompute
+from kvweave.fuzzy.recompute import Stop, Strategy
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import LoadedModel, load_model
-from tinymodels import TINY, VOCABULARY, save
+from support.tinymodels import TINY, VOCABULARY, save
 
 LENGTH = 60
 MOVED = slice(10, 50)
@@ -39,8 +39,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that exist for these tests: one with several stops, one that also asks."""
     stops = (Stop(1 / 3, 2.0), Stop(2 / 3))
-    monkeypatch.setitem(refresh.STRATEGIES, "stops", Strategy(stops=stops))
-    monkeypatch.setitem(refresh.STRATEGIES, "both", Strategy(question=0.5, stops=stops))
+    monkeypatch.setitem(recompute.STRATEGIES, "stops", Strategy(stops=stops))
+    monkeypatch.setitem(recompute.STRATEGIES, "both", Strategy(question=0.5, stops=stops))
 
 
 class Lab:

@@ -14,7 +14,7 @@ import pytest
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.selfcheck import gate, store
+from kvweave.engine.selfcheck import gate
 from kvweave.engine.selfcheck.cases import KINDS, Case, build_cases
 from kvweave.engine.selfcheck.gate import check_model, guarded, judge
 from kvweave.engine.selfcheck.measure import Measured, measure
@@ -35,7 +35,7 @@ def config_of(**fuzzy: object) -> EngineConfig:
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where results are kept: nowhere that another test, or a person, looks."""
-    monkeypatch.setattr(store, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(gate, "cache_folder", lambda: tmp_path)
     return tmp_path / "self-checks"
 
 
@@ -97,7 +97,7 @@ def test_nothing_of_it_is_published_and_the_addresses_stay_free(model: LoadedMod
     config = config_of()
     config = replace(config, cache=replace(config.cache, kv_events_config=events))
     [case, *_] = build_cases(model.tokenizer)
-    with patch("kvweave.engine.building.open_sink") as opened:
+    with patch("kvweave.engine.factory.open_sink") as opened:
         assert len(measure([short(case)], config, model)) == 1
     opened.assert_not_called()
 

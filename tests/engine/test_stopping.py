@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from enginekit import make_world, oracle_answer, prompt, request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.engine.stopping import StopMatcher
+from kvweave.engine.output.sequence_output import StopMatcher
+from support.enginekit import make_world, oracle_answer, prompt, request
 
 SHORT = st.text("ab", min_size=1, max_size=4)
 

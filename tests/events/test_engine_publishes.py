@@ -12,8 +12,8 @@ from kvweave.config import CacheConfig, EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.events.follower import EventFollower
-from kvweave.prefix.chain import namespace_seed, page_hashes
 from kvweave.prefix.events import AllBlocksCleared, BlockStored, KVEvent
+from kvweave.prefix.hash_index import namespace_seed, page_hashes
 from kvweave.prefix.lease import Namespace
 
 WHERE = {"endpoint": "tcp://127.0.0.1:0", "bind": True, "replay_endpoint": "tcp://127.0.0.1:0"}

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
+from kvweave.config.events import EventsConfig
 from kvweave.errors import ConfigError
 from kvweave.events import follower as following
 from kvweave.events import publisher as publishing
 from kvweave.events.follower import EventFollower
 from kvweave.events.publisher import ZmqPublisher
-from kvweave.events.settings import EventsConfig
 from kvweave.events.wire import decode_batch, encode_batch
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from kvweave.config import CacheConfig, validate
+from kvweave.config.events import EventsConfig
 from kvweave.errors import ConfigError
-from kvweave.events import EventsConfig, open_sink
+from kvweave.events import open_sink
 
 
 def test_what_vllm_and_sglang_are_given_works():

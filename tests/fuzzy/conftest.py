@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fuzzy_world import World
+
+from support.fuzzy_world import World
 
 
 @pytest.fixture(params=[1, 4, 16], ids=lambda size: f"page{size}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from fuzzy_world import SMALL, World, text
 
 from kvweave.prefix.lease import Namespace
+from support.fuzzy_world import SMALL, World, text
 
 
 def overlapping(world: World) -> tuple[list[int], list[int]]:

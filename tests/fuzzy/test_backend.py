@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fuzzy_world import HERE, SMALL, Running, SlotMover, World, joined, text
 
 from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.pool import PagePool
-from kvweave.prefix.base import CacheOptions
+from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.events import BlockStored
 from kvweave.prefix.lease import Namespace
 from kvweave.prefix.plan import Tier
+from support.fuzzy_world import HERE, SMALL, Running, SlotMover, World, joined, text
 
 
 def spans(running: Running) -> list[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvweave.errors import IntegrityError
-from kvweave.fuzzy.doors import DoorTable
+from kvweave.fuzzy.anchors import DoorTable
 
 PAGES, SIZE, STRIDE = 24, 8, 4
 HASHES = [0, 1, 2**63, 2**64 - 1, *(i << 60 | 5 for i in range(4)), 5, 6, 7]

@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 import pytest
-from fuzzy_world import SMALL, Running, World
 
 from kvweave.prefix.lease import Namespace
+from support.fuzzy_world import SMALL, Running, World
 
 NAMESPACES = [Namespace("m"), Namespace("m", salt=""), Namespace("m", salt="a")]
 

@@ -11,16 +11,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from fuzzy_world import SMALL
 
 from kvweave.config import CacheConfig, EngineConfig
-from kvweave.engine.building import build_machinery
 from kvweave.engine.engine import Engine
+from kvweave.engine.factory import build_machinery
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import UnsupportedModelError
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import LoadedModel
 from kvweave.prefix.plan import Plan
+from support.fuzzy_world import SMALL
 
 KINDS = (
     "llama",

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzzy_world import SMALL, World, text
 
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy import guard as guards
-from kvweave.fuzzy.guard import Guard, LentDonors
+from kvweave.fuzzy.guard import Guard, LateError, LentDonors, Worker
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
-from kvweave.fuzzy.worker import LateError, Worker
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Namespace, RequestView
+from support.fuzzy_world import SMALL, World, text
 
 VIEW = RequestView("r", np.arange(100, dtype=np.int32), Namespace("m"))
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.fuzzy.hashing import block_hashes, window_hashes
+from kvweave.fuzzy.anchors import block_hashes, window_hashes
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=80).map(lambda t: np.array(t, np.int32))
 

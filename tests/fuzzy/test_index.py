@@ -7,18 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fuzzy_world import HERE, joined, text
 
-from kvweave.bench.workloads.oracle import shared_positions
 from kvweave.config import FuzzyConfig
-from kvweave.fuzzy import index as indexes
+from kvweave.fuzzy import span_index as indexes
 from kvweave.fuzzy.donors import DonorTree
-from kvweave.fuzzy.index import SpanIndex
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
-from kvweave.fuzzy.sweep import DOORS_TRIED
+from kvweave.fuzzy.span_index import DOORS_TRIED, SpanIndex
 from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.tree import RadixTree
+from kvweave_bench.workloads.oracle import shared_positions
+from support.fuzzy_world import HERE, joined, text
 
 
 class Store:

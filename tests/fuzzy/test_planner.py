@@ -3,13 +3,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fuzzy_world import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate
+from support.fuzzy_world import SMALL
 
 FREE = replace(SMALL, fuzzy_sink_tokens=0, fuzzy_min_suffix=1)
 

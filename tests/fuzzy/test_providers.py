@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzzy_world import SMALL, World, text
 
+from kvweave import plugins
 from kvweave.config import FuzzyConfig, validate
 from kvweave.errors import ConfigError
-from kvweave.fuzzy import offers
-from kvweave.fuzzy.index import SpanIndex
-from kvweave.fuzzy.providers import GROUP, create_provider, provider_names
+from kvweave.fuzzy.provider import create_provider
+from kvweave.fuzzy.span_index import SpanIndex
+from kvweave.plugins import FUZZY_PROVIDERS
+from support.fuzzy_world import SMALL, World, text
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_provider.py"
 
@@ -27,27 +28,27 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Pretends that an installed package offers providers."""
 
     def offer(**values: str) -> None:
-        points = [EntryPoint(name, value, GROUP) for name, value in values.items()]
-        monkeypatch.setattr(offers, "entry_points", lambda group: points)
+        points = [EntryPoint(name, value, FUZZY_PROVIDERS.group) for name, value in values.items()]
+        monkeypatch.setattr(plugins, "entry_points", lambda group: points)
 
     return offer
 
 
 def test_the_built_in_provider_is_the_default_and_always_there() -> None:
-    assert FuzzyConfig().fuzzy_provider in provider_names()
+    assert FuzzyConfig().fuzzy_provider in FUZZY_PROVIDERS.names()
     assert isinstance(World().cache._guard._provider, SpanIndex)
 
 
 def test_packages_offer_providers_by_name(offer: Callable[..., None]) -> None:
-    offer(theirs="kvweave.fuzzy.index:SpanIndex", spans="not.there:Nothing")
-    assert provider_names() == ("spans", "semblend", "semantic", "theirs")
+    offer(theirs="kvweave.fuzzy.span_index:SpanIndex", spans="not.there:Nothing")
+    assert FUZZY_PROVIDERS.names() == ("spans", "semblend", "semantic", "theirs")
     validate(replace(SMALL, fuzzy_provider="theirs"))
     config = replace(SMALL, fuzzy_provider="theirs")
     assert World(config=config).serve(text(1, 40)).lease.plan.spans == ()
 
 
 def test_an_unknown_name_is_refused_with_those_there_are(offer: Callable[..., None]) -> None:
-    offer(theirs="kvweave.fuzzy.index:SpanIndex")
+    offer(theirs="kvweave.fuzzy.span_index:SpanIndex")
     with pytest.raises(
         ConfigError, match="no fuzzy provider 'other'; there are spans, semblend, semantic, theirs"
     ):
@@ -59,7 +60,7 @@ def test_an_unknown_name_is_refused_with_those_there_are(offer: Callable[..., No
         validate(replace(SMALL, fuzzy_provider="other"))
 
 
-@pytest.mark.parametrize("value", ["not.there:Nothing", "kvweave.fuzzy.index:Nothing"])
+@pytest.mark.parametrize("value", ["not.there:Nothing", "kvweave.fuzzy.span_index:Nothing"])
 def test_one_that_does_not_load_says_so(offer: Callable[..., None], value: str) -> None:
     offer(broken=value)
     with pytest.raises(ConfigError, match=r"'broken' does not start: .*(not|Nothing)"):

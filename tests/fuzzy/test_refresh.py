@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.errors import IntegrityError
-from kvweave.fuzzy.refresh import STRATEGIES, choose
+from kvweave.fuzzy.recompute import STRATEGIES, choose
 from kvweave.prefix.plan import Plan, Screen, Span, Tier
 
 EDITED = (

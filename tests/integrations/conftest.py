@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-import fake_sglang
 import pytest
+
+from support import fake_sglang
 
 # `make test-sglang` makes an environment with SGLang in it, and runs these there.
 collect_ignore = [] if find_spec("sglang") else ["real_sglang"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import fake_sglang as fake
 import pytest
 import torch
+
+import support.fake_sglang as fake
 
 pytestmark = pytest.mark.usefixtures("sglang")
 
@@ -16,7 +17,7 @@ QUESTION, ANSWER = [300, 301, 302], [400, 401]
 
 
 def _server(**about: Any) -> Any:
-    from sglang_world import Server
+    from support.sglang_world import Server
 
     return Server(**about)
 

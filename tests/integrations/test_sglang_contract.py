@@ -10,9 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_sglang as fake
 import pytest
 
+import support.fake_sglang as fake
 from kvweave.errors import UnsupportedModelError
 
 HARMLESS = {
@@ -45,7 +45,7 @@ def _context(pool: Any = None, flags: dict[str, Any] | None = None, **about: Any
 
 
 def _refusal(context: Any) -> str:
-    from kvweave.integrations.sglang.stack import check_stack
+    from kvweave.integrations.sglang.checks import check_stack
 
     with pytest.raises(UnsupportedModelError) as error:
         check_stack(context)
@@ -53,14 +53,14 @@ def _refusal(context: Any) -> str:
 
 
 def test_the_fake_is_as_the_contract_says() -> None:
-    from kvweave.integrations.sglang.contract import differences
+    from kvweave.integrations.sglang.checks import differences
 
     assert differences(fake.find) == []
 
 
 def test_the_real_one_is_as_the_contract_says() -> None:
     """Run by `make test-sglang`; without SGLang, its absence is what is found."""
-    from kvweave.integrations.sglang.contract import CONTRACT, differences
+    from kvweave.integrations.sglang.checks import CONTRACT, differences
 
     if find_spec("sglang") is None:
         assert differences() == [f"{name} is not there" for name in CONTRACT]
@@ -79,7 +79,7 @@ def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("sglang")
 def test_a_plain_stack_is_accepted() -> None:
-    from kvweave.integrations.sglang.stack import check_stack
+    from kvweave.integrations.sglang.checks import check_stack
 
     check_stack(_context())
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import fake_sglang as fake
 import numpy as np
 import pytest
 import torch
 
+import support.fake_sglang as fake
 from kvweave.errors import UnsupportedModelError
-from kvweave.kv.rotary import relocate
+from kvweave.kv.relocation import relocate
 
 pytestmark = pytest.mark.usefixtures("sglang")
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_batches import expected, make_batch, make_kv
 
 from kvweave import kernels
 from kvweave.engine.attention import AttentionBackend, LayerCall, get_backend
 from kvweave.engine.attention.cpu import CpuAttention
-from kvweave.engine.attention.gathered import GatheredAttention
+from kvweave.engine.attention.sdpa import GatheredAttention
 from kvweave.errors import ConfigError
 from kvweave.kv.layout import LayerLayout
+from support.attention_batches import expected, make_batch, make_kv
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_batches import expected, make_batch, make_kv
 
 from kvweave.engine.attention import LayerCall
 from kvweave.engine.attention.flashinfer import FlashInferAttention
 from kvweave.kv.layout import LayerLayout
+from support.attention_batches import expected, make_batch, make_kv
 
 ROWS = [
     list(range(20)),

@@ -12,8 +12,7 @@ import torch
 from kvweave import kernels
 from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.kv.layout import LayerLayout, Rotary
-from kvweave.kv.mover import MoveRun, TensorMover
-from kvweave.kv.rotary import relocate
+from kvweave.kv.relocation import MoveRun, TensorMover, relocate
 from kvweave.kv.tensors import KVTensors
 
 

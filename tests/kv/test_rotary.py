@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.kv.layout import Rotary
-from kvweave.kv.rotary import relocate, turn
+from kvweave.kv.relocation import relocate, turn
 
 
 def llama3_scaled(inv_freq: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -13,10 +13,9 @@ from transformers import masking_utils
 
 from kvweave.config import ModelConfig
 from kvweave.kv.layout import Rotary
-from kvweave.models import LoadedModel, hook, load_model
-from kvweave.models.inspect import inspect_layers
-from kvweave.models.rotation import Keys, find_rotation
-from tinymodels import CONTEXT, TINY, random_model
+from kvweave.models import LoadedModel, hooks, load_model
+from kvweave.models.inspect import Keys, find_rotation, inspect_layers
+from support.tinymodels import CONTEXT, TINY, random_model
 
 # KV heads, key dim, value dim, windows; then the rotation's pairs, interleaved, and offset.
 EXPECTED = {
@@ -72,7 +71,7 @@ def keys_at(loaded: LoadedModel, token: int, positions: list[int]) -> list[np.nd
         groups = query.shape[1] // value.shape[1]
         return value.repeat_interleave(groups, dim=1).transpose(1, 2), None
 
-    with torch.inference_mode(), hook.attention(note):
+    with torch.inference_mode(), hooks.attention(note):
         loaded.model(
             input_ids=torch.full((1, len(positions)), token),
             position_ids=torch.tensor([positions]),
@@ -184,7 +183,7 @@ def test_the_nearest_of_several_tables_is_taken() -> None:
 
 
 def test_what_masks_let_queries_see() -> None:
-    described = hook.described_window
+    described = hooks.described_window
     assert described(masking_utils.causal_mask_function) == 0
     assert described(masking_utils.sliding_window_causal_mask_function(33)) == 33
     for odd in (
@@ -194,4 +193,4 @@ def test_what_masks_let_queries_see() -> None:
         lambda batch, head, q, kv: (kv <= q) & (kv != 7),
         lambda batch, head, q, kv: kv < q,
     ):
-        assert described(odd) == hook.UNKNOWN_MASK
+        assert described(odd) == hooks.UNKNOWN_MASK

@@ -13,8 +13,8 @@ import torch
 
 from kvweave.config import ModelConfig
 from kvweave.errors import ConfigError, UnsupportedModelError
-from kvweave.models import LoadedModel, hook, load_model
-from tinymodels import CONTEXT, REFUSED, TINY, VOCABULARY, random_model, save
+from kvweave.models import LoadedModel, hooks, load_model
+from support.tinymodels import CONTEXT, REFUSED, TINY, VOCABULARY, random_model, save
 
 REASONS = {
     "dynamic": "change with the longest prompt",
@@ -261,7 +261,7 @@ def test_masks_are_never_built_when_serving(
         return value.repeat_interleave(groups, dim=1).transpose(1, 2), None
 
     for name in TINY:
-        with torch.inference_mode(), hook.attention(note):
+        with torch.inference_mode(), hooks.attention(note):
             output = tiny(name).model(
                 input_ids=torch.tensor([[1, 2, 3]]),
                 position_ids=torch.tensor([[5, 0, 9]]),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kvweave.models.memory import free_bytes
+from kvweave.models.cpu import free_bytes
 
 CPU = torch.device("cpu")
 

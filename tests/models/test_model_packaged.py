@@ -13,9 +13,9 @@ import torch
 
 from kvweave.config import ModelConfig
 from kvweave.errors import KvweaveError, UnsupportedModelError
-from kvweave.models import LoadedModel, hook, load_model, packaged
+from kvweave.models import LoadedModel, hooks, load_model, packaged
 from kvweave.models.cache import cache_folder, filled_once
-from tinymodels import TINY, byte_tokenizer, random_model
+from support.tinymodels import TINY, byte_tokenizer, random_model
 
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -88,7 +88,7 @@ def _gguf_name(name: str) -> str:
 
 
 def logits(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
-    with hook.implementation(loaded.model, "sdpa"), torch.inference_mode():
+    with hooks.implementation(loaded.model, "sdpa"), torch.inference_mode():
         return loaded.model(input_ids=ids, use_cache=False).logits
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from world import World
 
-from kvweave.prefix.registry import backend_names
+from kvweave.plugins import BACKENDS
+from support.prefix_world import World
 
 settings.register_profile("shared machine", deadline=None)  # how long a test takes proves nothing
 settings.load_profile("shared machine")
@@ -17,12 +17,12 @@ settings.load_profile("shared machine")
 PAGE_SIZES = (1, 16, 128)
 
 
-@pytest.fixture(params=backend_names())
+@pytest.fixture(params=list(BACKENDS))
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=[name for name in backend_names() if name != "none"])
+@pytest.fixture(params=[name for name in BACKENDS if name != "none"])
 def keeping(request: pytest.FixtureRequest) -> str:
     """A backend that keeps something."""
     return str(request.param)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from world import MakeWorld, World, text
 
 from kvweave.errors import IntegrityError
 from kvweave.prefix.lease import Namespace
+from support.prefix_world import MakeWorld, World, text
 
 # Matching.
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from world import NS, World, text, tokens_of
 
 from kvweave.prefix import eviction
 from kvweave.prefix.eviction import EvictionQueue
+from support.prefix_world import NS, World, text, tokens_of
 
 
 def _counting_heap(counted: dict[str, int]) -> SimpleNamespace:

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_model import Chaos
-from world import NS, World, tokens_of
 
-from kvweave.prefix.base import CacheOptions
-from kvweave.prefix.chain import Hasher, namespace_seed, page_hashes, xxh3
+from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.hash import HashCache
-from kvweave.prefix.index import HashIndex
+from kvweave.prefix.hash_index import Hasher, HashIndex, namespace_seed, page_hashes, xxh3
 from kvweave.prefix.lease import Namespace
+from support.prefix_world import NS, World, tokens_of
 
 
 class CollidingWorld(World):
@@ -82,7 +81,7 @@ def test_hashes_are_the_same_in_every_process() -> None:
     program = (
         "import numpy as np\n"
         "from kvweave.prefix.lease import Namespace\n"
-        "from kvweave.prefix.chain import namespace_seed, page_hashes\n"
+        "from kvweave.prefix.hash_index import namespace_seed, page_hashes\n"
         "seed = namespace_seed(Namespace('m', 'a', 's'))\n"
         "print(list(page_hashes(np.arange(64, dtype=np.int32), 16, seed)))"
     )

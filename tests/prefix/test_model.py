@@ -6,11 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from world import NS, Client, World
 
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvweave.prefix.lease import Namespace, RequestView
+from support.prefix_world import NS, Client, World
 
 SEEDS = range(9)
 OPERATIONS = 2_000

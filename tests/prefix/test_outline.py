@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world import NS, World, tokens_of
 
 from kvweave.prefix.lease import RequestView
+from support.prefix_world import NS, World, tokens_of
 
 
 def letters(word: str) -> list[int]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from world import NS, World, tokens_of
 
+from kvweave.plugins import BACKENDS
 from kvweave.prefix.lease import Namespace
 from kvweave.prefix.plan import Plan, Span
-from kvweave.prefix.registry import backend_names
+from support.prefix_world import NS, World, tokens_of
 
 SIZE = 4
 PROMPT = np.random.default_rng(0).integers(0, 50_000, 5 * SIZE).astype(np.int32)
 
 
-@pytest.fixture(params=[name for name in backend_names() if name not in ("none", "hash")])
+@pytest.fixture(params=[name for name in BACKENDS if name not in ("none", "hash")])
 def world(request: pytest.FixtureRequest) -> World:
     """Of a backend that shares a prefix while it is still being computed."""
     return World(str(request.param), SIZE)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from world import MakeWorld, World, text
 
 from kvweave.prefix.plan import Plan, Span
+from support.prefix_world import MakeWorld, World, text
 
 
 def test_pages_are_shared_while_the_prompt_is_still_being_computed(cache_world: MakeWorld) -> None:

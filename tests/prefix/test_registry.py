@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from world import RecordingMover
 
 from kvweave.errors import ConfigError
 from kvweave.kv.pool import PagePool
-from kvweave.prefix.base import CacheOptions
-from kvweave.prefix.registry import backend_names, create_cache
+from kvweave.plugins import BACKENDS
+from kvweave.prefix.contract import CacheOptions
+from kvweave.prefix.registry import create_cache
+from support.prefix_world import RecordingMover
 
 
 def test_every_name_makes_a_cache_of_that_name(backend: str) -> None:
@@ -25,7 +26,7 @@ def test_every_name_makes_a_cache_of_that_name(backend: str) -> None:
 def test_an_unknown_name_is_answered_with_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         create_cache("tree", PagePool(8, 2), CacheOptions())
-    for name in backend_names():
+    for name in BACKENDS:
         assert name in str(caught.value)
 
 
@@ -33,7 +34,7 @@ def test_exact_backends_need_no_torch_and_load_only_what_was_chosen() -> None:
     program = (
         "import sys\n"
         "from kvweave.kv.pool import PagePool\n"
-        "from kvweave.prefix.base import CacheOptions\n"
+        "from kvweave.prefix.contract import CacheOptions\n"
         "from kvweave.prefix.registry import create_cache\n"
         "create_cache('hash', PagePool(8, 2), CacheOptions())\n"
         "assert 'kvweave.prefix.radix' not in sys.modules\n"

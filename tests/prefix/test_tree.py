@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from world import NS, tokens_of
 
 from kvweave.errors import IntegrityError
-from kvweave.prefix.node import Node, common_prefix, grown, shrunk
-from kvweave.prefix.tree import RadixTree
+from kvweave.prefix.tree import Node, RadixTree, common_prefix, grown, shrunk
+from support.prefix_world import NS, tokens_of
 
 
 class Census:

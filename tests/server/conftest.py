@@ -1,13 +1,7 @@
-import sys
-from pathlib import Path
-
 import pytest
-from serverkit import FakeEngine, RunningServer, eventually
 
 from kvweave.config import ServerConfig
-
-# The engine's tests have a pretended model that proves what the engine reads.
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
+from support.serverkit import FakeEngine, RunningServer, eventually
 
 
 @pytest.fixture(scope="session")

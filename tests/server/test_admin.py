@@ -10,7 +10,6 @@ from dataclasses import fields
 
 import pytest
 import transformers
-from serverkit import eventually, toy_card
 from starlette.testclient import TestClient
 
 import kvweave
@@ -19,8 +18,9 @@ from kvweave.engine.selfcheck.gate import SelfCheck
 from kvweave.engine.selfcheck.measure import Measured
 from kvweave.engine.types import Usage
 from kvweave.errors import EngineDeadError
-from kvweave.server.app import build_app
+from kvweave.explorer.app import build_app
 from kvweave.server.logs import JsonFormatter
+from support.serverkit import eventually, toy_card
 
 ANYTHING = {"json": {"prompt": "x", "max_tokens": 2}}
 
@@ -44,7 +44,7 @@ def test_health_can_go_through_the_engine(client, engine):
 
 
 def test_a_probe_that_gets_no_token_gives_up(client, engine, monkeypatch):
-    monkeypatch.setattr("kvweave.server.admin._PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("kvweave.server.routes.admin._PROBE_SECONDS", 0.05)
     engine.hold = "queue"
     assert "no token" in client.get("/health_generate").json()["error"]["message"]
     assert eventually(lambda: not engine.phases)

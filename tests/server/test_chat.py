@@ -1,8 +1,9 @@
 """POST /v1/chat/completions: templates, content parts, tools, log probabilities, streams."""
 
 import pytest
-from serverkit import TEXT
 from test_completions import events
+
+from support.serverkit import TEXT
 
 CHAT = "/v1/chat/completions"
 

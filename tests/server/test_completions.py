@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from serverkit import TEXT
 
 from kvweave.engine.types import Usage
 from kvweave.prefix.plan import Span
+from support.serverkit import TEXT
 
 
 def complete(client, **body):

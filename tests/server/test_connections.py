@@ -7,14 +7,13 @@ import time
 import weakref
 
 import pytest
-from rawkit import Wire, head, request
-from serverkit import TEXT, FakeEngine, RunningServer, eventually
 
 from kvweave.config import ServerConfig
 from kvweave.errors import ConfigError
 from kvweave.server import connections
-from kvweave.server.lobby import PLACES
-from kvweave.server.open_files import with_files
+from kvweave.server.connections import PLACES, with_files
+from support.rawkit import Wire, head, request
+from support.serverkit import TEXT, FakeEngine, RunningServer, eventually
 
 MOST = 20
 PATIENCE = 0.6

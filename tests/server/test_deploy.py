@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from serverkit import FakeEngine, RunningServer
 
 from kvweave.cli.settings_file import read_settings
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.server.metrics import PREFIX, Metrics
+from support.serverkit import FakeEngine, RunningServer
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

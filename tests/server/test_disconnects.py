@@ -8,13 +8,13 @@ import socket
 
 import httpx
 import pytest
-from serverkit import TEXT, eventually
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, SamplingParams, TokenLogprob, Usage
 from kvweave.prefix.plan import Span
-from kvweave.server.generation import Generation, LiveGenerations
 from kvweave.server.metrics import Metrics
-from kvweave.server.trace import Trace
+from kvweave.server.request_metrics import Trace
+from kvweave.server.streaming import Generation, LiveGenerations
+from support.serverkit import TEXT, eventually
 
 
 def post(server, body) -> socket.socket:

@@ -9,13 +9,13 @@ import weakref
 
 import httpx
 import pytest
-from enginekit import EOS, LetterTokenizer, OracleRunner, make_world, oracle_answer
-from serverkit import RunningServer, eventually, toy_card, toy_tokenizer
 
 from kvweave.config import FuzzyConfig, ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
-from kvweave.prefix.registry import backend_names
-from kvweave.server.generation import LiveGenerations
+from kvweave.plugins import BACKENDS
+from kvweave.server.streaming import LiveGenerations
+from support.enginekit import EOS, LetterTokenizer, OracleRunner, make_world, oracle_answer
+from support.serverkit import RunningServer, eventually, toy_card, toy_tokenizer
 
 
 def serve(backend, **settings):
@@ -39,7 +39,7 @@ def assert_idle(world, client):
     assert world.runner.violations == []
 
 
-@pytest.mark.parametrize("backend", backend_names())
+@pytest.mark.parametrize("backend", list(BACKENDS))
 def test_200_clients_of_which_a_third_vanish(backend):
     """Whoever stays gets the model's own answer; nobody leaves a page behind."""
     choose = random.Random(3)

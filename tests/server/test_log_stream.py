@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvweave.server.log_stream import PatientStream
+from kvweave.server.logs import PatientStream
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_stream_that_takes_nothing_costs_nobody_anything(logger, what):
 def test_at_the_end_all_is_written_and_a_reader_who_stopped_is_not_waited_for():
     script = (
         "import logging, sys\n"
-        "from kvweave.server.log_stream import PatientStream\n"
+        "from kvweave.server.logs import PatientStream\n"
         "logging.basicConfig(level='INFO', format='%(message)s', handlers=[PatientStream()])\n"
         "for n in range(int(sys.argv[1])): logging.info('%5d' + 'x' * 1000, n)\n"
     )

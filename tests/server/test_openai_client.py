@@ -2,9 +2,9 @@
 
 import openai
 import pytest
-from serverkit import TEXT
 
 from kvweave.engine.types import Usage
+from support.serverkit import TEXT
 
 
 @pytest.fixture

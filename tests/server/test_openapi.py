@@ -3,12 +3,12 @@
 from collections import Counter
 
 import pytest
-from enginekit import make_world
-from serverkit import FakeEngine, RunningServer, eventually, toy_card, toy_tokenizer
 
 from kvweave.config import ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
-from kvweave.server.app import build_app
+from kvweave.explorer.app import build_app
+from support.enginekit import make_world
+from support.serverkit import FakeEngine, RunningServer, eventually, toy_card, toy_tokenizer
 
 schemathesis = pytest.importorskip("schemathesis", reason="it needs Python 3.11")
 

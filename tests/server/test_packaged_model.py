@@ -4,12 +4,12 @@ import concurrent.futures
 
 import openai
 import pytest
-from serverkit import RunningServer, eventually
 
 from kvweave.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.engine import Engine
 from kvweave.server.model_card import card_of
+from support.serverkit import RunningServer, eventually
 
 pytestmark = pytest.mark.model
 

@@ -6,12 +6,12 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serverkit import CONTEXT, TEMPLATE, toy_card, toy_tokenizer
 
 from kvweave.errors import RequestError
 from kvweave.server.prompts import PromptReader, _common, _mentions
 from kvweave.server.protocol import ChatMessage
-from kvweave.server.token_texts import TokenTexts
+from kvweave.server.responses import TokenTexts
+from support.serverkit import CONTEXT, TEMPLATE, toy_card, toy_tokenizer
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import time
 import zlib
 
 import pytest
-from rawkit import Wire, head, request
-from serverkit import eventually
+
+from support.rawkit import Wire, head, request
+from support.serverkit import eventually
 
 BODY = {"prompt": "x", "max_tokens": 2}
 

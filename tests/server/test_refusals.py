@@ -8,11 +8,11 @@ import time
 
 import httpx
 import pytest
-from serverkit import CONTEXT, FakeEngine, RunningServer, toy_tokenizer
 
 from kvweave.config import ServerConfig
 from kvweave.errors import EngineDeadError, RequestError
-from kvweave.server.limits import BodyLimit
+from kvweave.server.access import BodyLimit
+from support.serverkit import CONTEXT, FakeEngine, RunningServer, toy_tokenizer
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request")
 

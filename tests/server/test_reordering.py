@@ -7,11 +7,11 @@ import json
 import numpy as np
 import openai
 import pytest
-from serverkit import FakeEngine, RunningServer, toy_tokenizer
 
 from kvweave.config import ServerConfig
 from kvweave.engine.types import GenerateRequest
 from kvweave.reorder import SeenPrompts
+from support.serverkit import FakeEngine, RunningServer, toy_tokenizer
 
 A, B, C = "Apples are red.", "Bananas are not.", "Cherries are, too."
 

@@ -7,12 +7,12 @@ import threading
 import time
 
 import pytest
-from serverkit import FakeEngine, RunningServer, eventually, toy_card
 
 from kvweave.config import ServerConfig
 from kvweave.errors import ConfigError, EngineDeadError
 from kvweave.server import app as server_app
 from kvweave.server.run import bind, serve, url_of
+from support.serverkit import FakeEngine, RunningServer, eventually, toy_card
 
 
 def test_an_address_that_is_taken_is_refused_in_words():
@@ -130,7 +130,7 @@ def test_an_engine_that_hangs_does_not_keep_the_server(monkeypatch, caplog):
 
 def test_without_its_engine_the_server_leaves_so_that_another_can_be_started():
     engine, config = FakeEngine(), ServerConfig(port=0)
-    app = server_app.build_app(engine, toy_card(engine.tokenizer), config)
+    app = server_app.build_api(engine, toy_card(engine.tokenizer), config)
     ready, end = threading.Event(), []
 
     def run():

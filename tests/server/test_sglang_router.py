@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import pytest
-from serverkit import RunningServer, eventually
 
 from kvweave.config import CacheConfig, EngineConfig, ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.engine import Engine
 from kvweave.server.model_card import card_of
+from support.serverkit import RunningServer, eventually
 
 pytestmark = [
     pytest.mark.router,

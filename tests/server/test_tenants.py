@@ -8,13 +8,13 @@ import json
 import re
 
 import pytest
-from enginekit import EOS, make_world
-from serverkit import FakeEngine, RunningServer, toy_card, toy_tokenizer
 from tokenizers import normalizers
 
 from kvweave.config import ConfigError, ServerConfig, validate
 from kvweave.engine.async_engine import AsyncEngine
-from kvweave.server.keys import CLIENTS_PATHS, OPEN_PATHS
+from kvweave.server.access import CLIENTS_PATHS, OPEN_PATHS
+from support.enginekit import EOS, make_world
+from support.serverkit import FakeEngine, RunningServer, toy_card, toy_tokenizer
 
 KEY, OPERATORS = {"Authorization": "Bearer client"}, {"Authorization": "Bearer operator"}
 CONFIG = ServerConfig(port=0, api_key="client", admin_api_key="operator")

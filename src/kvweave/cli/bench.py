@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kvweave.bench.base import BenchOptions
 from kvweave.cli.flags import takes_settings
 from kvweave.errors import ConfigError
+from kvweave_bench.options import BenchOptions
 
 _Name = Annotated[str | None, typer.Argument(help="Which benchmark; --list shows them.")]
 _List = Annotated[bool, typer.Option("--list", help="Print the names and leave.")]
@@ -21,7 +21,7 @@ def bench(
     options: BenchOptions, name: _Name = None, listed: _List = False, json: _Json = None
 ) -> None:
     """Measure, and print a table."""
-    from kvweave.bench.registry import bench_names, run_bench  # here: they load torch
+    from kvweave_bench.registry import bench_names, run_bench  # here: they load torch
 
     if listed:
         typer.echo("\n".join(bench_names()))

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from kvweave.cli.flags import takes_settings
-from kvweave.cli.sampling import SamplingConfig
-from kvweave.cli.session import Session, open_session
+from kvweave.cli.session import SamplingConfig, Session, open_session
 from kvweave.config import EngineConfig
 from kvweave.engine.types import GenerateRequest, Usage
 from kvweave.errors import KvweaveError, RequestError
-from kvweave.server.messages import ChatMessage
+from kvweave.server.protocol import ChatMessage
 
 _HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 

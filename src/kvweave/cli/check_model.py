@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvweave.cli.flags import takes_settings
-from kvweave.cli.progress import loading_bar
+from kvweave.cli.session import loading_bar
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, ModelConfig
 
 if TYPE_CHECKING:

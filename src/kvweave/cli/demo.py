@@ -21,7 +21,7 @@ from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 
 if TYPE_CHECKING:
-    from kvweave.server.explorer.sources import SourceRun
+    from kvweave.explorer.history import SourceRun
 
 FIRST = "Read this and say in one sentence what it is about.\n\n{document}"
 SECOND = (
@@ -54,7 +54,7 @@ def demo(model: ModelConfig) -> None:
     """Show what moved text is worth: one document, two wrappers, a cold and a warm clock."""
     console = Console()
     cache = CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=16_384)
-    document = files("kvweave.server.explorer").joinpath("static/sample.txt").read_text("utf-8")
+    document = files("kvweave.explorer").joinpath("static/sample.txt").read_text("utf-8")
     # What a self-check would measure is what is shown here, answers included.
     fuzzy = FuzzyConfig(fuzzy_self_check="off")
     with open_session(EngineConfig(model=model, cache=cache, fuzzy=fuzzy)) as session:
@@ -88,7 +88,7 @@ async def _show(session: Session, console: Console, document: str) -> None:
 
 async def _ask(session: Session, text: str, namespace: str, most: int) -> _Timed:
     """Answer greedily in a cache of its own."""
-    from kvweave.server.messages import ChatMessage  # here: it loads the server's parts
+    from kvweave.server.protocol import ChatMessage  # here: it loads the server's parts
 
     if session.reader.tokenizer.chat_template is None:
         prompt = await session.reader.read(text)
@@ -132,9 +132,9 @@ def _clocks(cold: _Timed, warm: _Timed) -> Table:
 
 def _map(session: Session, console: Console, timed: _Timed) -> None:
     """The prompt, coloured by where its KV came from."""
-    from kvweave.server.explorer.sources import counts, source_runs
-    from kvweave.server.explorer.texts import pieces
-    from kvweave.server.token_texts import TokenTexts
+    from kvweave.explorer.history import counts, source_runs
+    from kvweave.explorer.queries import pieces
+    from kvweave.server.responses import TokenTexts
 
     answer = timed.answer
     runs = source_runs(len(timed.prompt), answer.usage.cached_tokens, answer.plan, answer.refreshed)

@@ -20,9 +20,9 @@ import typer
 
 from kvweave.cli.settings_file import KINDS, did_you_mean, read_settings
 from kvweave.config import validate
-from kvweave.config_checks import flag_name
+from kvweave.config.checks import flag_name
 from kvweave.errors import ConfigError
-from kvweave.registries import choices_of
+from kvweave.plugins import choices_of
 
 PASS_UNKNOWN = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Context settings of commands with derived flags: unknown ones come here to be reported."""

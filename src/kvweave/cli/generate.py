@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvweave.cli.flags import takes_settings
-from kvweave.cli.sampling import SamplingConfig
-from kvweave.cli.session import Session, open_session
+from kvweave.cli.session import SamplingConfig, Session, open_session
 from kvweave.config import EngineConfig
 from kvweave.engine.types import Completion, GenerateRequest
 from kvweave.errors import ConfigError, KvweaveError

@@ -7,11 +7,11 @@ from typing import Any
 
 import typer
 
-import kvweave
 from kvweave.cli.flags import takes_settings
-from kvweave.cli.progress import loading_bar
+from kvweave.cli.session import loading_bar
 from kvweave.config import ModelConfig
-from kvweave.registries import choices_of
+from kvweave.plugins import choices_of
+from kvweave.version import __version__
 
 
 @takes_settings(model=ModelConfig)
@@ -27,7 +27,7 @@ def info(model: ModelConfig) -> None:
         loaded = load_model(model, progress)
     attention = get_backend(model.attention_backend, loaded.device)
     facts = {
-        "kvweave": kvweave.__version__,
+        "kvweave": __version__,
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
         "transformers": transformers.__version__,

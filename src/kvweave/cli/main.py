@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-import kvweave
 from kvweave.cli.bench import bench
 from kvweave.cli.chat import chat
 from kvweave.cli.check_model import check_model
@@ -17,6 +16,8 @@ from kvweave.cli.flags import PASS_UNKNOWN
 from kvweave.cli.generate import generate
 from kvweave.cli.info import info
 from kvweave.cli.serve import serve
+from kvweave.errors import KvweaveError
+from kvweave.version import __version__
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -26,7 +27,7 @@ _EPILOG = "Every flag can also be set in the environment: KVWEAVE_PAGE_SIZE=32 i
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvweave {kvweave.__version__}")
+        typer.echo(f"kvweave {__version__}")
         raise typer.Exit
 
 
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _sentence(error: Exception) -> str:
     """What went wrong, on one line."""
-    if isinstance(error, kvweave.errors.KvweaveError):
+    if isinstance(error, KvweaveError):
         text = str(error)
     elif hasattr(error, "format_message"):  # typer's own usage errors
         text = error.format_message()

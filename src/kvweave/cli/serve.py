@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvweave.cli.flags import takes_settings
-from kvweave.cli.progress import loading_bar
+from kvweave.cli.session import loading_bar
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.errors import ConfigError
 
@@ -27,8 +27,8 @@ log = logging.getLogger("kvweave.server")
 @takes_settings(config_file=True, engine=EngineConfig, server=ServerConfig, cluster=ClusterConfig)
 def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> None:
     """Serve a model over an OpenAI-compatible API."""
+    from kvweave.server.connections import with_files
     from kvweave.server.logs import configure_logging
-    from kvweave.server.open_files import with_files
     from kvweave.server.run import bind
 
     configure_logging(server.log_level, server.log_format)
@@ -36,7 +36,7 @@ def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) ->
     listening = bind(server)  # before the model is loaded, which takes a while
     run_engines = _one_engine(engine) if cluster.replicas == 1 else _replicas(engine, cluster)
     with _leaving_on_sigterm(), run_engines as (answering, facts):
-        from kvweave.server.app import build_app
+        from kvweave.explorer.app import build_app
         from kvweave.server.run import serve as run
 
         app = build_app(answering, facts.card, server, facts.config, facts.self_check, cluster)
@@ -102,7 +102,7 @@ def _replicas(
     config: EngineConfig, cluster: ClusterConfig
 ) -> Iterator[tuple[ServingEngine, Facts]]:
     try:
-        from kvweave.cluster.run import running_engines
+        from kvweave.cluster.app import running_engines
     except ModuleNotFoundError as missing:
         raise ConfigError(
             [f"--replicas needs {missing.name}, which pip install 'kvweave[ray]' brings"]

@@ -5,15 +5,76 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from kvweave.cli.progress import loading_bar
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
 from kvweave.config import EngineConfig
+from kvweave.config.checks import flag_name
+from kvweave.engine.types import SamplingParams
+from kvweave.errors import RequestError
 
 if TYPE_CHECKING:
     from kvweave.engine.async_engine import AsyncEngine
+    from kvweave.models.cache import Progress
     from kvweave.server.prompts import PromptReader
+
+
+@contextmanager
+def loading_bar() -> Iterator[Progress]:
+    """Gives what `models.load_model` reports to: (what, done, total). Bars vanish at the end."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                for earlier in tasks.values():
+                    bar.update(earlier, visible=False)
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """How answers are sampled."""
+
+    max_tokens: int = _flag(256, "Longest answer.")
+    temperature: float = _flag(0.7, "0 always takes the likeliest token.")
+    top_p: float = _flag(1.0, "Sample among the likeliest tokens that make up this probability.")
+    top_k: int = _flag(-1, "Sample among this many likeliest tokens; -1: all.")
+    repetition_penalty: float = _flag(1.0, "Above 1, what was said already becomes less likely.")
+    seed: int | None = _flag(None, "The same seed gives the same answer.")
+
+    def problems(self) -> list[str]:
+        try:
+            self.params().validate()
+        except RequestError as error:
+            name = error.param or ""
+            return [error.message.replace(name, flag_name(name), 1)]
+        return []
+
+    def params(self, **more: Any) -> SamplingParams:
+        """What the engine is told."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+            **more,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,15 @@ arguments are the flags of `kvweave serve`, with underscores.
 
 from __future__ import annotations
 
+import logging
 import os
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -18,9 +22,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvweave.cluster.remote import RemoteEngine
 from kvweave.cluster.replica import EngineReplica
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig, validate
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, UnsupportedModelError, reason
+from kvweave.server.model_card import Facts
 
 
 def engines(
@@ -71,7 +77,7 @@ class Ingress:
         self, handle: Any, server: ServerConfig, cluster: ClusterConfig
     ) -> None:
         from kvweave.cluster.remote import RemoteEngine
-        from kvweave.server.app import build_app
+        from kvweave.explorer.app import build_app
 
         facts = await handle.facts.remote()
         self._engine = RemoteEngine(handle, facts)
@@ -140,3 +146,59 @@ def _read(hint: Any, value: Any) -> Any:
             raise ValueError
         return value.lower() == "true"
     return kinds[0](value)
+
+
+_NAME = "kvweave"
+"""Of the Serve application."""
+
+
+@contextmanager
+def running_engines(
+    config: EngineConfig, cluster: ClusterConfig, router: RequestRouterConfig | None = None
+) -> Iterator[tuple[RemoteEngine, Facts]]:
+    """Replicas that are up, within the block.
+
+    Ray is started for them, on this machine's loopback, unless there is a cluster to join; what was
+    started is stopped. `router`: another than ours, for comparisons. Raises
+    ConfigError, UnsupportedModelError.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if cluster.ray_address is None:
+        ray.init(
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
+    else:
+        ray.init(address=cluster.ray_address, logging_level=logging.WARNING)
+    try:
+        _check_room(cluster)
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        try:
+            handle = serve.run(engines(config, cluster, router), name=_NAME, route_prefix=None)
+        except RuntimeError as error:  # Serve's word for replicas that do not come up
+            raise UnsupportedModelError(f"the replicas do not start: {reason(error)}") from error
+        try:
+            facts: Facts = handle.facts.remote().result()
+            yield RemoteEngine(handle, facts), facts
+        finally:
+            serve.delete(_NAME)  # the cluster may go on without us
+    finally:
+        ray.shutdown()
+
+
+def _check_room(cluster: ClusterConfig) -> None:
+    """Ray would wait for ever for what it does not have."""
+    has = ray.cluster_resources()
+    wants = {
+        "CPU": cluster.replicas * cluster.cpus_per_replica,
+        "GPU": cluster.replicas * cluster.gpus_per_replica,
+    }
+    problems = [
+        f"--replicas {cluster.replicas} want {wanted:g} {kind}s, and Ray has {has.get(kind, 0):g}"
+        for kind, wanted in wants.items()
+        if wanted > has.get(kind, 0)
+    ]
+    if problems:
+        raise ConfigError(problems)

@@ -1,7 +1,7 @@
-"""What of a prompt a replica has already, as far as its cache events tell.
+"""What of a prompt each replica has already, as its cache events tell, and which should answer.
 
 The exact prefix is found by page hashes, as in the replica's own cache. Moved text is found by
-doors, as in the span index: the hash of one window of tokens per stride of cached text, which a
+anchors, as in the span index: the hash of one window of tokens per stride of cached text, which a
 prompt looks for at every offset. Nothing is compared token by token here: a wrong guess costs the
 router a detour, and nobody a wrong answer.
 """
@@ -9,15 +9,16 @@ router a detour, and nobody a wrong answer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from kvweave.fuzzy.hashing import window_hashes
+from kvweave.fuzzy.anchors import window_hashes
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.chain import namespace_seed, page_hashes
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvweave.prefix.hash_index import namespace_seed, page_hashes
 from kvweave.prefix.lease import Namespace
 
 
@@ -174,3 +175,50 @@ class _Block:
 def _door_seed(salt: str | None) -> int:
     """Replicas serve one model, so the salt alone tells namespaces apart."""
     return namespace_seed(Namespace("", salt=salt))
+
+
+_Replica = TypeVar("_Replica")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """`moved`: what a moved token is worth, an exact one being worth 1.
+
+    `load`: what a token of work that waits weighs against one that is saved. Below 1, since what
+    waits is over soon, and what is computed in a second place takes room there for long.
+
+    `least_share`: overlap below this share of the prompt is ignored. A system prompt that all
+    share would else draw every new conversation to where the first one went.
+    """
+
+    moved: float = 0.7
+    load: float = 0.25
+    least_share: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a replica stands towards one prompt. All in tokens."""
+
+    overlap: Overlap
+    load: int
+    """Work that it was given and has not finished."""
+    kept: int
+    """What its cache holds."""
+
+
+def score(standing: Standing, length: int, weights: Weights) -> float:
+    """Tokens that this replica saves, less what stands in the way."""
+    saved = standing.overlap.exact + weights.moved * standing.overlap.moved
+    worth = saved if saved >= weights.least_share * length else 0.0
+    return worth - weights.load * standing.load
+
+
+def ranked(standings: Mapping[_Replica, Standing], length: int, weights: Weights) -> list[_Replica]:
+    """Best first. Of equals, the one that keeps least: so new conversations spread."""
+
+    def order(replica: _Replica) -> tuple[float, int]:
+        standing = standings[replica]
+        return -score(standing, length, weights), standing.kept
+
+    return sorted(standings, key=order)

@@ -13,8 +13,15 @@ from typing import Any
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from kvweave.cluster.overlap import Keying, Overlap, PromptKeys, ReplicaView
-from kvweave.cluster.ranking import Standing, Weights, ranked
+from kvweave.cluster.overlap import (
+    Keying,
+    Overlap,
+    PromptKeys,
+    ReplicaView,
+    Standing,
+    Weights,
+    ranked,
+)
 from kvweave.engine.types import GenerateRequest
 from kvweave.events.follower import EventFollower
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from kvweave.engine.engine import Engine
-from kvweave.engine.stream import AnswerStream
+from kvweave.engine.output.stream import AnswerStream
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
 from kvweave.errors import EngineDeadError, RequestError
 

@@ -13,16 +13,15 @@ import numpy as np
 import torch
 
 from kvweave.config import EngineConfig
-from kvweave.engine.answer import Answer, AnswerMaker
+from kvweave.engine.components import Machinery
+from kvweave.engine.execution.batch_builder import Packer
+from kvweave.engine.execution.executor import Outcome, Passes
 from kvweave.engine.heal import Healer
 from kvweave.engine.limits import Limits
-from kvweave.engine.machinery import Machinery
-from kvweave.engine.packing import Packer
-from kvweave.engine.passes import Passes
-from kvweave.engine.readout import Outcome
-from kvweave.engine.reporting import Reporter
-from kvweave.engine.request import RequestGroup, Sequence, Status
-from kvweave.engine.scheduler import Row, Scheduler
+from kvweave.engine.output.sequence_output import Answer, AnswerMaker
+from kvweave.engine.scheduler.request import RequestGroup, Sequence, Status
+from kvweave.engine.scheduler.scheduler import Row, Scheduler
+from kvweave.engine.stats import Reporter
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
 from kvweave.errors import (
     EngineDeadError,
@@ -35,7 +34,7 @@ from kvweave.prefix.lease import Namespace
 from kvweave.reorder import CachedPrefixes
 
 if TYPE_CHECKING:
-    from kvweave.models.loading import LoadedModel
+    from kvweave.models.load import LoadedModel
 
 logger = logging.getLogger("kvweave.engine")
 
@@ -55,7 +54,7 @@ class Engine:
         self.loaded = loaded
         if machinery is None:
             # Here: it loads the models' code, which takes seconds and is not always needed.
-            from kvweave.engine.building import build_machinery
+            from kvweave.engine.factory import build_machinery
 
             machinery = build_machinery(config, loaded)
         self.machinery = machinery

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvweave.engine.machinery import Machinery
-from kvweave.engine.packing import Packer
-from kvweave.engine.request import RequestGroup, Sequence
-from kvweave.engine.scheduler import Row
+from kvweave.engine.components import Machinery
+from kvweave.engine.execution.batch_builder import Packer
+from kvweave.engine.scheduler.request import RequestGroup, Sequence
+from kvweave.engine.scheduler.scheduler import Row
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import ForwardInterruptedError
 from kvweave.kv.pool import IntArray

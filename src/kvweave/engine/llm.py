@@ -37,7 +37,7 @@ class LLM:
         """Without `model`, the packaged one. Raises ConfigError, UnsupportedModelError."""
         # Here: they load the models' code.
         from kvweave.engine.selfcheck.gate import guarded
-        from kvweave.models.loading import load_model
+        from kvweave.models.load import load_model
 
         config = config_of(model=model, **flags)
         config.validate()

@@ -5,11 +5,9 @@ Publishing and following need the extra `kvweave[events]`, which is imported whe
 
 from __future__ import annotations
 
+from kvweave.config.events import FLAG, EventsConfig
 from kvweave.errors import ConfigError
-from kvweave.events.settings import FLAG, EventsConfig
 from kvweave.prefix.events import EventSink
-
-__all__ = ["EventsConfig", "open_sink"]
 
 
 def open_sink(config: EventsConfig) -> EventSink:

@@ -7,27 +7,46 @@ is computed behind it depends on it: the lease publishes nothing from its first 
 from __future__ import annotations
 
 import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.fuzzy.donors import DonorTree, slots_of
 from kvweave.fuzzy.guard import Guard, LentDonors
-from kvweave.fuzzy.inflight import Inflight
-from kvweave.fuzzy.paraphrase import ParaphraseGate, split_tiers
-from kvweave.fuzzy.passages import Cutter
+from kvweave.fuzzy.pending import Inflight
 from kvweave.fuzzy.planner import plan_spans, refusal
-from kvweave.fuzzy.provider import Candidate
-from kvweave.fuzzy.providers import create_provider
-from kvweave.fuzzy.refresh import choose
-from kvweave.fuzzy.verifiers import create_verifier
-from kvweave.kv.mover import KVMover, MoveRun
+from kvweave.fuzzy.provider import Candidate, create_provider
+from kvweave.fuzzy.recompute import choose
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import CacheOptions, CacheStats, Declined, Refusal, ReuseCounts
+from kvweave.kv.relocation import KVMover, MoveRun
+from kvweave.plugins import PARAPHRASE_GATE, load
+from kvweave.prefix.contract import CacheOptions, CacheStats, Declined, Refusal, ReuseCounts
 from kvweave.prefix.lease import Lease, RequestView
-from kvweave.prefix.plan import Plan, Span
+from kvweave.prefix.plan import Plan, Span, Tier
 from kvweave.prefix.radix import RadixCache, RadixLease
 
 _log = logging.getLogger(__name__)
+
+
+class Gate(Protocol):
+    """Judges candidates of tier paraphrase: what they say must be what the prompt says."""
+
+    refused: Counter[str]
+    """Candidates refused, by kind."""
+    refusals: deque[Declined]
+    """The latest of them."""
+
+    def fill(
+        self, view: RequestView, exact: int, pieces: list[Candidate], claims: Iterable[Candidate]
+    ) -> list[Candidate]:
+        """`pieces`, and those of `claims` that pass and overlap nothing, ascending."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Refusals by kind."""
+        ...
 
 
 class FuzzyCache(RadixCache):
@@ -49,9 +68,8 @@ class FuzzyCache(RadixCache):
         self._donors.decode = options.decode
         self._donors.listener = self._guard = self._provider()
         self._inflight = Inflight(pool.page_size, self._config)
-        cutter = Cutter(options.decode) if options.decode else None
-        verifier = create_verifier(self._config)
-        self.paraphrases = ParaphraseGate(self._donors, self._config, cutter, verifier)
+        create_gate = load(PARAPHRASE_GATE)
+        self.paraphrases: Gate = create_gate(self._donors, self._config, options.decode)
 
     def lease(self, view: RequestView) -> RadixLease:
         lease = super().lease(view)
@@ -215,3 +233,13 @@ class FuzzyCache(RadixCache):
             return False
         lease.plan = plan
         return True
+
+
+def split_tiers(candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Those that claim equal tokens, and those that claim equal meaning."""
+    moved: list[Candidate] = []
+    paraphrased: list[Candidate] = []
+    for each in candidates:
+        tier = getattr(each, "tier", Tier.MOVED)  # it came from elsewhere, and may be anything
+        (paraphrased if tier is Tier.PARAPHRASE else moved).append(each)
+    return moved, paraphrased

@@ -15,8 +15,7 @@ from kvweave.errors import IntegrityError
 from kvweave.fuzzy.provider import Candidate, PublishedRun
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Lease, RequestView
-from kvweave.prefix.node import Node, common_prefix, upwards
-from kvweave.prefix.tree import RadixTree
+from kvweave.prefix.tree import Node, RadixTree, common_prefix, upwards
 
 _CHILDREN_TRIED = 16
 """Where a path forks and no child's whole first page agrees: how many are compared in part."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.provider import Candidate
-from kvweave.prefix.base import Refusal
+from kvweave.prefix.contract import Refusal
 
 
 def plan_spans(

@@ -16,10 +16,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias, cast
 
 from kvweave.config import FuzzyConfig
 from kvweave.kv.pool import IntArray
+from kvweave.plugins import FUZZY_PROVIDERS
 from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.plan import Tier
 
@@ -160,3 +161,12 @@ class FuzzyMatchProvider(ABC):
     def stats(self) -> Mapping[str, float]:
         """Numbers worth watching, by name."""
         return {}
+
+
+ProviderFactory: TypeAlias = Callable[[Donors, FuzzyConfig], FuzzyMatchProvider]
+"""What packages offer under a name in the entry point group `kvweave.fuzzy_providers`."""
+
+
+def create_provider(name: str, donors: Donors, config: FuzzyConfig) -> FuzzyMatchProvider:
+    """The provider called `name`; ConfigError if there is none, or its package does not load."""
+    return cast(FuzzyMatchProvider, FUZZY_PROVIDERS.make(name, donors, config))

@@ -1,5 +1,5 @@
 """Models: fetched, loaded, inspected and tried, so that the engine may trust what it is given."""
 
-from kvweave.models.loading import LoadedModel, load_model
+from kvweave.models.load import LoadedModel, load_model
 
 __all__ = ["LoadedModel", "load_model"]

@@ -1,4 +1,4 @@
-"""Where models are kept that had to be fetched or converted."""
+"""The cache folder of fetched and converted models, and how long work reports its progress."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
+
+from transformers.utils import logging
 
 from kvweave.errors import KvweaveError, reason
 
@@ -42,3 +45,30 @@ def filled_once(target: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class Progress(Protocol):
+    """Told how far a piece of work has come; called from the thread that does the work."""
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        """`done` of `total` units (bytes, or steps) of `what`, words for a person.
+
+        A piece of work begins with `done` 0 and ends with `done` equal to `total`. `total` is None
+        while nobody knows it; then the end is the next piece's beginning, or the caller's return.
+        """
+
+
+def silent(what: str, done: int, total: int | None) -> None:
+    """The Progress that shows nothing."""
+
+
+@contextmanager
+def no_library_bars() -> Iterator[None]:
+    """Keep transformers' own bars off the screen within the block: a Progress is told instead."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

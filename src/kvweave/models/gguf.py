@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvweave.errors import UnsupportedModelError, reason
-from kvweave.models.cache import cache_folder, filled_once
-from kvweave.models.progress import Progress, no_library_bars, silent
+from kvweave.models.cache import Progress, cache_folder, filled_once, no_library_bars, silent
 
 _FORMAT = 1
 """Raised when what a converted folder holds changes, so that older ones are not taken for it."""

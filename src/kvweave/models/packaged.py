@@ -20,7 +20,7 @@ import torch
 
 from kvweave.errors import KvweaveError
 from kvweave.models import gguf
-from kvweave.models.progress import Progress, silent
+from kvweave.models.cache import Progress, silent
 
 NAME = "SmolLM2-135M-Instruct"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

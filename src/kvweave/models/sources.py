@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from kvweave.errors import UnsupportedModelError, reason
 from kvweave.models import gguf
-from kvweave.models.progress import Progress
+from kvweave.models.cache import Progress
 
 _BLOCK = 1 << 24
 

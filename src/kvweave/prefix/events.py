@@ -6,9 +6,16 @@ Only exact pages are ever named.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.hash_index import namespace_seed, page_hashes
+from kvweave.prefix.lease import Namespace
+from kvweave.prefix.tree import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +57,60 @@ class EventSink(Protocol):
     def close(self) -> None:
         """Send what was taken, then stop; twice is harmless."""
         ...
+
+
+class EventLog:
+    """Events in the order in which things happened."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._events: list[KVEvent] = []
+
+    def stored(
+        self, hashes: Iterable[int], parent: int | None, tokens: IntArray, namespace: Namespace
+    ) -> None:
+        """Pages with these `hashes` now hold `tokens`, behind the page with hash `parent`."""
+        self._events.append(
+            BlockStored(
+                tuple(hashes), parent, tuple(tokens.tolist()), self._page_size, namespace.salt
+            )
+        )
+
+    def removed(self, hashes: Iterable[int]) -> None:
+        self._events.append(BlockRemoved(tuple(hashes)))
+
+    def cleared(self) -> None:
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[KVEvent]:
+        """All events since the last call."""
+        taken, self._events = self._events, []
+        return taken
+
+
+class TreeEvents(EventLog):
+    """Watches a radix tree (`TreeObserver`). Hashes are kept by page, so splits need no care."""
+
+    def __init__(self, page_size: int, num_pages: int) -> None:
+        super().__init__(page_size)
+        self._hashes = np.zeros(num_pages, np.uint64)
+
+    def on_store(self, node: Node, first_page: int) -> None:
+        parent, seed = None, namespace_seed(node.namespace)
+        before = node if first_page else node.parent
+        if before is not None and before.parent is not None:  # a root has no page to hang on to
+            last = first_page - 1 if first_page else -1
+            parent = seed = int(self._hashes[before.pages[last]])
+        tokens = node.tokens[first_page * self._page_size :]
+        hashes = list(page_hashes(tokens, self._page_size, seed))
+        self._hashes[node.pages[first_page:]] = hashes
+        self.stored(hashes, parent, tokens, node.namespace)
+
+    def on_split(self, upper: Node, lower: Node) -> None:
+        pass
+
+    def on_remove(self, node: Node, first_page: int) -> None:
+        self.removed(self._hashes[node.pages[first_page:]].tolist())
+
+    def on_reset(self) -> None:
+        self.cleared()

@@ -6,12 +6,10 @@ from collections.abc import Iterable
 
 from kvweave.errors import IntegrityError
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.base import CacheOptions, PrefixCache
-from kvweave.prefix.chain import Hasher, xxh3
-from kvweave.prefix.eventlog import EventLog
-from kvweave.prefix.events import KVEvent
+from kvweave.prefix.contract import CacheOptions, PrefixCache
+from kvweave.prefix.events import EventLog, KVEvent
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.index import NO_PARENT, HashIndex
+from kvweave.prefix.hash_index import NO_PARENT, Hasher, HashIndex, xxh3
 from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.plan import Plan
 

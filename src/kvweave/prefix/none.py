@@ -8,7 +8,7 @@ import numpy as np
 
 from kvweave.errors import IntegrityError
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.base import PrefixCache, Refusal
+from kvweave.prefix.contract import PrefixCache, Refusal
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.plan import Plan

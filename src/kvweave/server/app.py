@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
-import kvweave
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
-from kvweave.server.admin import admin_router
-from kvweave.server.chat import chat_router
-from kvweave.server.completions import completions_router
+from kvweave.server.access import BodyLimit, KeyGate, Keys, NoForeignPages
 from kvweave.server.errors import install_error_handlers
-from kvweave.server.explorer.routes import explorer_router
-from kvweave.server.foreign import NoForeignPages
-from kvweave.server.keys import KeyGate, Keys
-from kvweave.server.limits import BodyLimit
 from kvweave.server.model_card import ModelCard
-from kvweave.server.openapi import describe
+from kvweave.server.request_metrics import RequestObserver
+from kvweave.server.routes.admin import admin_router
+from kvweave.server.routes.chat import chat_router
+from kvweave.server.routes.completions import completions_router, tokenization_router
+from kvweave.server.schemas import describe
 from kvweave.server.service import Service, ServingEngine
-from kvweave.server.tokenization import tokenization_router
+from kvweave.version import __version__
 
 if TYPE_CHECKING:
     from kvweave.engine.selfcheck.gate import SelfCheck
@@ -34,20 +31,24 @@ _STOP_SECONDS = 10.0
 """For an engine to end its step; one that hangs in it is left behind."""
 
 
-def build_app(
+def build_api(
     engine: ServingEngine,
     card: ModelCard,
     config: ServerConfig,
     engine_config: EngineConfig | None = None,
     self_check: SelfCheck | None = None,
     cluster: ClusterConfig | None = None,
+    *,
+    observer: RequestObserver | None = None,
+    more_routes: Callable[[Service], APIRouter] | None = None,
 ) -> FastAPI:
     """An ASGI application that answers for `engine`, which it starts and stops with itself.
 
     `app.state.service` is the Service behind the routes. `engine_config`, `self_check` and
-    `cluster` are only shown.
+    `cluster` are only shown. `observer` is told of every prompt that ended; `more_routes` adds
+    routes behind the same gates.
     """
-    service = Service(engine, card, config)
+    service = Service(engine, card, config, observer)
     engine_config = engine_config or EngineConfig()
 
     @asynccontextmanager
@@ -60,7 +61,7 @@ def build_app(
 
     app = FastAPI(
         title="kvweave",
-        version=kvweave.__version__,
+        version=__version__,
         lifespan=lifespan,
         docs_url=None,  # those pages load scripts from elsewhere
         redoc_url=None,
@@ -73,9 +74,8 @@ def build_app(
     app.include_router(chat_router(service))
     app.include_router(tokenization_router(service))
     app.include_router(admin_router(service, engine_config, self_check, cluster))
-    if service.history is not None:
-        backend = engine_config.cache.prefix_cache_backend
-        app.include_router(explorer_router(service, service.history, backend))
+    if more_routes is not None:
+        app.include_router(more_routes(service))
     keys = Keys(config)
     describe(app, keys)
     app.add_middleware(

@@ -13,17 +13,130 @@ import contextlib
 import fcntl
 import json
 import logging
+import resource
 import sys
 import termios
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from kvweave.server.errors import error_body
-from kvweave.server.lobby import Lobby
+from kvweave.config import ServerConfig
+from kvweave.errors import ConfigError
+from kvweave.server.errors import error_body, error_response
 
 log = logging.getLogger("kvweave.server")
+
+_OTHERS = 256
+"""Files that are no connections: the model's, the log, events, pipes; with some to spare."""
+_LEAST = 16
+
+
+def with_files(config: ServerConfig) -> ServerConfig:
+    """`config`, with no more connections than this process may open files.
+
+    Raises its soft limit as far as needed and allowed. ConfigError if hardly any are left.
+    """
+    wanted = config.max_connections + PLACES + _OTHERS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unbounded = resource.RLIM_INFINITY
+    if soft == unbounded or soft >= wanted:
+        return config
+    allowed = wanted if hard == unbounded else min(wanted, hard)
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed == wanted:
+        return config
+    room = allowed - PLACES - _OTHERS
+    if room < min(_LEAST, config.max_connections):
+        raise ConfigError(
+            [
+                f"this process may open {allowed} files, but {_LEAST + PLACES + _OTHERS} are the "
+                "least that a server needs: raise the limit (ulimit -n, LimitNOFILE)"
+            ]
+        )
+    log.warning(
+        "this process may open %d files (ulimit -n, LimitNOFILE), which is room for %d "
+        "connections, not for --max-connections %d",
+        allowed,
+        room,
+        config.max_connections,
+    )
+    return replace(config, max_connections=room)
+
+
+PLACES = 64
+_BODY_SECONDS = 2.0
+_BODY_BYTES = 2**20
+"""Of a refused request, read so that the client is not cut off before it reads the refusal."""
+
+
+class Guest(Protocol):
+    def refuse(self, status: int, message: str) -> None:
+        """Say this and close."""
+        ...
+
+
+class Lobby:
+    """Keeps at most PLACES connections above `most`. `server` is the application behind it."""
+
+    def __init__(self, server: ASGIApp, most: int) -> None:
+        self._server = server
+        self._most = most
+        self._guests: dict[Guest, None] = {}
+        """In order of arrival."""
+
+    def has_to_take(self, guest: Guest, connected: int) -> bool:
+        """Whether `guest`, one of so many connections, is beyond the limit; then it has a place."""
+        if connected - len(self._guests) <= self._most:
+            return False
+        if len(self._guests) >= PLACES:
+            first = next(iter(self._guests))
+            self.leave(first)  # at once: others may come before it is gone
+            first.refuse(503, self._refusal)
+        self._guests[guest] = None
+        return True
+
+    def leave(self, guest: Guest) -> None:
+        """It is gone; others may be, too."""
+        self._guests.pop(guest, None)
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers for the server: only /health, and once."""
+        if scope["path"] == "/health":
+            await self._server(scope, receive, _closing(send))
+            return
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_read_out(receive), _BODY_SECONDS)
+        refusal = error_response(self._refusal, status=503, headers={"Retry-After": "1"})
+        await refusal(scope, receive, _closing(send))
+
+    @property
+    def _refusal(self) -> str:
+        return (
+            f"this server has {self._most} connections and takes no more (--max-connections): "
+            "try again later"
+        )
+
+
+async def _read_out(receive: Receive) -> None:
+    read, more = 0, True
+    while more and read < _BODY_BYTES:
+        message = await receive()
+        read += len(message.get("body", b""))
+        more = message.get("more_body", False)
+
+
+def _closing(send: Send) -> Send:
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+        await send(message)
+
+    return closing
+
 
 _LINGER_SECONDS = 5.0
 """For a client that was answered before it had sent its body: closing at once could cost it the

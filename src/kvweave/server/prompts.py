@@ -13,8 +13,8 @@ from jinja2 import meta
 
 from kvweave.errors import RequestError
 from kvweave.server.fields import Prompt
-from kvweave.server.messages import ChatMessage
 from kvweave.server.model_card import ModelCard
+from kvweave.server.protocol import ChatMessage
 
 # So many take a few milliseconds; beyond, other requests would notice.
 _OFF_LOOP_CHARS = 8192

@@ -16,9 +16,8 @@ import numpy as np
 from kvweave.errors import RequestError
 from kvweave.kv.pool import IntArray
 from kvweave.reorder import Pieces, Proposal, confirmed, propose, tokens_within
-from kvweave.server.messages import PART_END, ChatMessage, Reorder
 from kvweave.server.prompts import Conversation, PromptReader
-from kvweave.server.protocol import ChatBody
+from kvweave.server.protocol import PART_END, ChatBody, ChatMessage, Reorder
 from kvweave.server.service import ServingEngine
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from fastapi import FastAPI
 
 from kvweave.config import ServerConfig
 from kvweave.errors import ConfigError, EngineDeadError
-from kvweave.server.connections import Connection
-from kvweave.server.lobby import Lobby
+from kvweave.server.connections import Connection, Lobby
 from kvweave.server.service import Service
 
 _LAST_WORDS_SECONDS = 5.0

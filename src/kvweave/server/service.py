@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvweave.config import ServerConfig
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, SamplingParams
-from kvweave.server.answers import Envelope, Format, PlainWriter, StreamWriter
-from kvweave.server.explorer.history import History
-from kvweave.server.generation import DeltaSource, Generation, LiveGenerations
 from kvweave.server.logs import current_rid
 from kvweave.server.metrics import Metrics
 from kvweave.server.model_card import ModelCard
 from kvweave.server.prompts import PromptReader
 from kvweave.server.protocol import GenerationBody
-from kvweave.server.streaming import GenerationResponse
-from kvweave.server.token_texts import TokenTexts
-from kvweave.server.trace import Trace
+from kvweave.server.request_metrics import RequestObserver, Trace
+from kvweave.server.responses import Envelope, Format, PlainWriter, StreamWriter, TokenTexts
+from kvweave.server.streaming import DeltaSource, Generation, GenerationResponse, LiveGenerations
 
 if TYPE_CHECKING:
     from kvweave.engine.engine import Engine
+
 
 T = TypeVar("T")
 
@@ -63,7 +61,13 @@ class ServingEngine(DeltaSource, Protocol):
 class Service:
     """The one thing that routes hold on to."""
 
-    def __init__(self, engine: ServingEngine, card: ModelCard, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        engine: ServingEngine,
+        card: ModelCard,
+        config: ServerConfig,
+        observer: RequestObserver | None = None,
+    ) -> None:
         self.engine = engine
         self.card = card
         self.config = config
@@ -71,8 +75,8 @@ class Service:
         self.reader = PromptReader(engine.tokenizer, card)
         self.texts = TokenTexts(engine.tokenizer)
         self.live = LiveGenerations()
-        self.history = History() if config.explorer else None
-        """Prompts that have ended, for the explorer."""
+        self.observer = observer
+        """Told of every prompt that ended."""
 
     def respond(
         self,
@@ -109,7 +113,7 @@ class Service:
                 self.metrics,
                 endpoint=endpoint,
                 logged=self.config.log_requests,
-                diary=self.history,
+                observer=self.observer,
             )
             for request in requests
         ]

@@ -7,17 +7,170 @@ tokens, the generation is closed at once, which aborts it in the engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvweave.errors import KvweaveError
-from kvweave.server.errors import body_of
-from kvweave.server.generation import Batch, Generation
+from kvweave.engine.types import GenerateRequest, OutputDelta
+from kvweave.errors import KvweaveError, RequestError
+from kvweave.server.errors import AnswerFailedError, body_of
+from kvweave.server.request_metrics import Trace
+
+
+class DeltaSource(Protocol):
+    """The part of AsyncEngine that makes answers."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
+        """Deltas of all answers to one prompt; closing it aborts what is left."""
+        ...
+
+    def abort(self, rid: str) -> None:
+        """End a request; its answers finish with "abort". Unknown ids are ignored."""
+        ...
+
+
+Batch = list[tuple[int, OutputDelta]]
+"""What arrived since the last look: (index of the prompt, delta), one delta per answer."""
+
+
+class LiveGenerations:
+    """Who is being answered now, by the rid that the client knows."""
+
+    def __init__(self) -> None:
+        self._by_rid: dict[str, Generation] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_rid)
+
+    def traces(self) -> Iterator[Trace]:
+        """Of every prompt that is being answered, in order of arrival."""
+        for generation in self._by_rid.values():
+            yield from generation.traces
+
+    def enter(self, rid: str, generation: Generation) -> None:
+        """RequestError if `rid` is taken."""
+        if rid in self._by_rid:
+            raise RequestError(f"a request with rid {rid} is running already", param="rid")
+        self._by_rid[rid] = generation
+
+    def leave(self, rid: str) -> None:
+        del self._by_rid[rid]
+
+    def abort(self, rid: str | None = None) -> int:
+        """End one request, or all of them; returns how many there were."""
+        found = self._by_rid.values() if rid is None else filter(None, [self._by_rid.get(rid)])
+        return sum(generation.abort() for generation in list(found))
+
+
+class Generation:
+    """Runs `requests` together; iterate over it for batches, inside `async with`.
+
+    A reader that is slower than the engine gets fewer, longer deltas: what waits of one answer
+    comes as one. The first failure of any prompt ends all of them and is raised here, after what
+    had arrived before.
+    """
+
+    def __init__(
+        self,
+        rid: str,
+        requests: Sequence[GenerateRequest],
+        traces: Sequence[Trace],
+        *,
+        source: DeltaSource,
+        live: LiveGenerations,
+    ) -> None:
+        self.rid = rid
+        self.requests = tuple(requests)
+        self.traces = tuple(traces)
+        self._source = source
+        self._live = live
+        self._tasks: list[asyncio.Task[None]] = []
+        self._arrived: dict[tuple[int, int], OutputDelta] = {}
+        self._news = asyncio.Event()
+        self._failure: Exception | None = None
+
+    def abort(self) -> int:
+        """Let every answer end where it is, as finished; returns 1, for counting."""
+        for request in self.requests:
+            self._source.abort(request.rid)
+        return 1
+
+    async def __aenter__(self) -> Generation:
+        self._live.enter(self.rid, self)
+        self._tasks = [
+            asyncio.create_task(self._pump(place)) for place in range(len(self.requests))
+        ]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # also when the client leaves in this very moment, which cancels the waiting
+            # A failure's traceback leads back to this object: kept, they would keep each other,
+            # all deltas and the engine's stream alive until garbage is collected.
+            self._failure = None
+            self._tasks.clear()
+            self._live.leave(self.rid)
+            for trace in self.traces:
+                trace.close()
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Batch:
+        while not self._arrived:
+            if self._failure is not None:
+                raise self._failure
+            if all(task.done() for task in self._tasks):
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        batch = [(place, delta) for (place, _), delta in self._arrived.items()]
+        self._arrived.clear()
+        return batch
+
+    async def _pump(self, place: int) -> None:
+        try:
+            stream = self._source.generate(self.requests[place])
+            async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
+                async for delta in deltas:
+                    self.traces[place].note(delta)
+                    if delta.finish_reason == "error":
+                        raise AnswerFailedError(delta.error or "the engine gave no reason")
+                    self._add(place, delta)
+        except Exception as failure:
+            self.traces[place].failed = True
+            self._failure = self._failure or failure
+        finally:
+            # Whoever waits must see this task as done, so wake it after this task has ended.
+            asyncio.get_running_loop().call_soon(self._news.set)
+
+    def _add(self, place: int, delta: OutputDelta) -> None:
+        waiting = self._arrived.get((place, delta.index))
+        self._arrived[place, delta.index] = _joined(waiting, delta) if waiting else delta
+        self._news.set()
+
+
+def _joined(first: OutputDelta, then: OutputDelta) -> OutputDelta:
+    """Two successive deltas of one answer as one."""
+    return replace(
+        then,
+        text=first.text + then.text,
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=first.logprobs + then.logprobs,
+        prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
+        plan=first.plan or then.plan,
+        refreshed=first.refreshed or then.refreshed,
+    )
+
 
 log = logging.getLogger("kvweave.server")
 T = TypeVar("T")

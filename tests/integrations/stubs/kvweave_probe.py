@@ -17,9 +17,9 @@ def register() -> None:
     file = os.environ.get("KVWEAVE_PROBE")
     if not file:
         return
-    from kvweave.integrations.sglang import building
+    from kvweave.integrations.sglang import factory
 
-    build = building.build_cache
+    build = factory.build_cache
 
     def build_probed(context: Any) -> Any:
         cache = build(context)
@@ -36,7 +36,7 @@ def register() -> None:
         cache.init_load_back = load_probed
         return cache
 
-    building.build_cache = build_probed
+    factory.build_cache = build_probed
 
 
 def _compared(cache: Any, model: Any, req: Any, lent: int) -> dict[str, float]:

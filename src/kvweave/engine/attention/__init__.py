@@ -22,7 +22,7 @@ def get_backend(name: str, device: torch.device | str) -> AttentionBackend:
     if name == "auto":
         name = _best(kind)
     if name == "sdpa":
-        from kvweave.engine.attention.gathered import GatheredAttention
+        from kvweave.engine.attention.sdpa import GatheredAttention
 
         return GatheredAttention()
     if name == "cpu":

@@ -10,7 +10,7 @@ import torch
 
 from kvweave import kernels
 from kvweave.engine.attention.base import AttentionBatch, LayerCall
-from kvweave.engine.attention.gathered import GatheredAttention
+from kvweave.engine.attention.sdpa import GatheredAttention
 from kvweave.kv.tensors import KVTensors
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvweave.engine.attention.base import AttentionBatch, LayerCall
-from kvweave.engine.attention.gathered import GatheredAttention
+from kvweave.engine.attention.sdpa import GatheredAttention
 from kvweave.kv.tensors import KVTensors
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation advises

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-BACKEND = "fuzzy_match"
-"""The name for `--radix-cache-backend`."""
+from kvweave.integrations import BACKEND
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +47,6 @@ def build(context: Any) -> Any:
     Raises ConfigError for settings that do not work, and UnsupportedModelError for a model or an
     SGLang set up in a way that moved KV does not fit; both say all there is to say at once.
     """
-    from kvweave.integrations.sglang.building import build_cache
+    from kvweave.integrations.sglang.factory import build_cache
 
     return build_cache(context)

@@ -17,7 +17,7 @@ import torch
 
 from kvweave.errors import UnsupportedModelError, reason
 from kvweave.kv.layout import LayerLayout
-from kvweave.models.rotation import Floats, Keys, find_rotation
+from kvweave.models.inspect import Floats, Keys, find_rotation
 
 _FAR = 1024
 """Beyond that, float32 blurs the angle of the fastest pair more than a rotation may be off."""

@@ -16,17 +16,16 @@ from dataclasses import replace
 import numpy as np
 
 from kvweave.config import FuzzyConfig
+from kvweave.fuzzy.anchors import window_hashes
 from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.guard import Guard, LentDonors
-from kvweave.fuzzy.hashing import window_hashes
-from kvweave.fuzzy.index import SpanIndex
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
+from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.chain import namespace_seed
+from kvweave.prefix.hash_index import namespace_seed
 from kvweave.prefix.lease import Namespace, RequestView
-from kvweave.prefix.node import Node
-from kvweave.prefix.tree import RadixTree
+from kvweave.prefix.tree import Node, RadixTree
 
 CHAIN = 32
 """Most donors that one prompt takes runs from, one after another."""

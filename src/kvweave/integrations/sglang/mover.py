@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from kvweave.kv.layout import LayerLayout
-from kvweave.kv.mover import MoveRun, TensorMover
-from kvweave.kv.rotary import relocate
+from kvweave.kv.relocation import MoveRun, TensorMover, relocate
 from kvweave.kv.tensors import KVTensors
 
 _AT_ONCE = 4096

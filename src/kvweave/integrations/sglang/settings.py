@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvweave.config import FuzzyConfig
-from kvweave.config_checks import flag_name
+from kvweave.config.checks import flag_name
 from kvweave.errors import ConfigError, reason
 
 NAMES = ("min_span", "min_suffix", "min_reuse_ratio", "sink_tokens", "stride", "max_share")

@@ -1,0 +1,43 @@
+"""What an engine runs on, as far as it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from kvweave.engine.execution.batch import ForwardBatch
+from kvweave.kv.pool import PagePool
+from kvweave.prefix.contract import PrefixCache
+from kvweave.prefix.events import EventSink
+
+
+class Runner(Protocol):
+    """Computes a batch; its KV lands in the batch's slots."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """float32 (len(batch.logits_at), vocab_size)."""
+        ...
+
+
+Interruptible: TypeAlias = Callable[[Callable[[], bool]], AbstractContextManager[None]]
+"""Within the block, forward passes end with ForwardInterruptedError once the function says so."""
+
+
+def _uninterruptible(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """Everything below the scheduler; `building.build_machinery` makes the real one."""
+
+    pool: PagePool
+    cache: PrefixCache
+    runner: Runner
+    events: EventSink | None = None
+    """Where the cache's events go; the cache must collect them."""
+    interruptible: Interruptible = _uninterruptible

@@ -1,0 +1,160 @@
+"""What a forward pass says about each row: its prompt's log probabilities, its next token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvweave.engine.components import Machinery
+from kvweave.engine.execution.batch import ForwardBatch, LongArray
+from kvweave.engine.execution.batch_builder import Packer, RowLogits
+from kvweave.engine.sampling.logits import prompt_logprobs
+from kvweave.engine.sampling.sampler import SamplingState, sample
+from kvweave.engine.scheduler.request import Sequence as Sampled
+from kvweave.engine.scheduler.scheduler import Row
+from kvweave.engine.types import TokenLogprob
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One row's share. `error` is this row's own fault; the others go on."""
+
+    scores: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt tokens after the row's scored positions."""
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    chosen: LongArray | None = None
+    """With a screen: the positions that it chose to compute again."""
+    error: Exception | None = None
+    computed: bool = True
+    """False: `error` is the forward pass's, and no KV is there."""
+    logged: bool = False
+    """The log holds the traceback of `error` already."""
+
+
+def read_out(
+    logits: torch.Tensor, wanted: Sequence[RowLogits], states: Mapping[Sampled, SamplingState]
+) -> list[Outcome]:
+    """Outcomes by row; `logits` may be overwritten. An exception concerns the whole batch."""
+    outcomes = [Outcome() for _ in wanted]
+    for part, outcome in zip(wanted, outcomes, strict=True):
+        if len(part.scored):
+            _score(logits, part, outcome)
+    sampled = [part for part in wanted if part.sampled is not None]
+    if not sampled:
+        return outcomes
+    at = [part.sampled for part in sampled]
+    if len(at) < len(logits):
+        logits = logits[at]
+    result = sample(logits, [states[part.row.sequence] for part in sampled])
+    chosen = iter(range(len(sampled)))
+    for part, outcome in zip(wanted, outcomes, strict=True):
+        if part.sampled is not None:
+            row = next(chosen)
+            outcome.token = result.token_ids[row]
+            outcome.logprob = result.logprobs[row]
+            outcome.error = outcome.error or result.errors.get(row)
+    return outcomes
+
+
+def _score(logits: torch.Tensor, part: RowLogits, outcome: Outcome) -> None:
+    sequence = part.row.sequence
+    count = sequence.group.request.sampling.prompt_logprobs or 0
+    following = sequence.tokens[part.scored + 1].tolist()
+    rows = logits[part.first : part.first + len(following)]
+    try:
+        outcome.scores = prompt_logprobs(rows, following, count)
+    except Exception as error:
+        outcome.error = error
+
+
+logger = logging.getLogger("kvweave.engine")
+
+
+class Passes:
+    """Runs rows; belongs to the engine's thread."""
+
+    def __init__(self, machinery: Machinery, packer: Packer) -> None:
+        self._machinery = machinery
+        self._packer = packer
+
+    def run(
+        self, rows: Sequence[Row], states: Mapping[Sampled, SamplingState], told: str = ""
+    ) -> Iterator[tuple[Row, Outcome]]:
+        """Every row with its outcome, in order; each has to be dealt with before the next is asked
+        for, since a later group is packed only then. `told`: the error that the log explains
+        already."""
+        failure: Exception | None = None
+        outcomes: list[Outcome] = []
+        try:
+            outcomes = self._together(rows, states)
+        except Exception as error:
+            failure = error
+        if failure is None:
+            yield from zip(rows, outcomes, strict=True)
+            return
+        if len(rows) == 1:
+            yield rows[0], Outcome(error=failure, computed=False, logged=repr(failure) == told)
+            return
+        if repr(failure) != told:
+            told = repr(failure)
+            logger.error(
+                "a forward pass of %d requests failed: halves are tried",
+                len(rows),
+                exc_info=failure,
+            )
+        del failure  # its traceback holds the whole batch
+        half = len(rows) // 2
+        yield from self.run(rows[:half], states, told)
+        yield from self.run(rows[half:], states, told)
+
+    def work(self) -> bool:
+        """Whether a token that is nobody's comes through: then failures were their requests' own.
+
+        True also while no page is free to try it with.
+        """
+        pool, cache = self._machinery.pool, self._machinery.cache
+        try:
+            if not pool.num_free:
+                cache.evict(1)
+            page = pool.alloc(1)
+            if page is None:
+                return True
+            try:
+                logits = self._machinery.runner.forward(_one_token(page, pool.page_size))
+                return bool(logits.isfinite().all())
+            finally:
+                pool.drop(page)
+        except Exception:
+            logger.error("a forward pass of a single token failed", exc_info=True)
+            return False
+
+    def _together(
+        self, rows: Sequence[Row], states: Mapping[Sampled, SamplingState]
+    ) -> list[Outcome]:
+        batch, wanted = self._packer.pack(rows)
+        logits = self._machinery.runner.forward(batch)
+        outcomes = read_out(logits, wanted, states)
+        if batch.screening is not None:
+            for row, outcome in enumerate(outcomes):
+                outcome.chosen = batch.chosen(row)
+        return outcomes
+
+
+def _one_token(page: np.ndarray, page_size: int) -> ForwardBatch:
+    one = np.zeros(1, np.int64)
+    ends = np.array([0, 1], np.int32)
+    return ForwardBatch(
+        token_ids=one,
+        positions=one,
+        slots=page.astype(np.int64) * page_size,
+        query_start=ends,
+        pages=page,
+        page_start=ends,
+        page_size=page_size,
+        logits_at=one,
+    )

@@ -1,0 +1,119 @@
+"""Runs a model over one packed batch, its attention reading and writing the paged pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvweave.engine.attention.base import AttentionBackend, AttentionBatch, LayerCall
+from kvweave.engine.execution.batch import ForwardBatch, Screening
+from kvweave.engine.execution.selective_recompute import AskedFor, Narrowing, Screener, asking_rows
+from kvweave.kv.tensors import KVTensors
+from kvweave.models import hooks
+from kvweave.models.load import LoadedModel
+
+
+class ModelRunner:
+    """One model, one pool, one attention backend. For one thread at a time.
+
+    Several runners may share a model, each with a pool of its own.
+    """
+
+    def __init__(self, loaded: LoadedModel, kv: KVTensors, backend: AttentionBackend) -> None:
+        self.loaded = loaded
+        self.kv = kv
+        self.backend = backend
+        self._calls: dict[int, LayerCall] = {}
+        self._attention: AttentionBatch
+        self._asked: AskedFor | None = None
+        self._narrowing: Narrowing | None = None
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Compute the tokens, keep their KV; logits float32 (len(logits_at), vocabulary)."""
+        with torch.inference_mode(), hooks.attention(self._attend):
+            if batch.screening is None:
+                return self._run(batch)
+            return self._run_screened(batch, batch.screening)
+
+    def _run_screened(self, batch: ForwardBatch, screening: Screening) -> torch.Tensor:
+        """Find out first, where that is wanted, what is asked for; then choose on the way."""
+        rows = asking_rows(batch, screening)
+        if rows:
+            self._asked = AskedFor(batch, screening, rows, self.kv)
+        try:
+            if self._asked is not None:
+                self._run(self._asked.batch)
+            screener = Screener(batch, screening, self._asked, len(self.kv.layouts))
+        finally:
+            self._asked = None
+        return self._run(batch, screener)
+
+    def _run(self, batch: ForwardBatch, screener: Screener | None = None) -> torch.Tensor:
+        if screener is not None and len(screener.kept) < batch.tokens:
+            batch = batch.only(screener.kept.numpy())
+        self._begin(self._on_device(batch))
+        logits_at = self._tensor(batch.logits_at)
+        if screener is not None and screener.stops:
+            self._narrowing = Narrowing(screener, self._attention, logits_at, self._begin)
+        try:
+            with hooks.narrowing(self._narrowing):
+                output = self.loaded.model(
+                    input_ids=self._tensor(batch.token_ids)[None],
+                    position_ids=self._attention.positions[None],
+                    use_cache=False,
+                    logits_to_keep=logits_at,
+                )
+        finally:
+            self._narrowing = None
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+    def _begin(self, attention: AttentionBatch) -> None:
+        self._attention = attention
+        self.backend.begin(attention)
+
+    def _on_device(self, batch: ForwardBatch) -> AttentionBatch:
+        return AttentionBatch(
+            positions=self._tensor(batch.positions),
+            slots=self._tensor(batch.slots),
+            query_start=self._tensor(batch.query_start),
+            pages=self._tensor(batch.pages),
+            page_start=self._tensor(batch.page_start),
+            page_size=batch.page_size,
+            rows=batch.rows,
+            tokens=batch.tokens,
+            longest=int(batch.positions.max()) + 1,
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.loaded.device, non_blocking=True)
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        """The attention function of every layer, as transformers calls it (see models.hook)."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        call = self._calls.get(layer)
+        if call is None:
+            # A layer's scale and softcap are the model's constants: noted once.
+            scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+            call = LayerCall(layer, scale, self.kv.layouts[layer].window, softcap)
+            self._calls[layer] = call
+        fresh, slots = (key[0].transpose(0, 1), value[0].transpose(0, 1)), self._attention.slots
+        if self._narrowing is not None:
+            self._narrowing.observe(layer, *fresh, slots, self.kv)
+        self.kv.write(layer, slots, *fresh)
+        # Models compute rotated queries in the memory order (tokens, heads, dim): no copy here.
+        queries = query[0].transpose(0, 1).contiguous()
+        if self._asked is not None:
+            self._asked.see(queries, self.kv, call)
+        output = self.backend.attend(queries, self.kv, call)
+        return output[None], None

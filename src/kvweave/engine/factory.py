@@ -1,0 +1,113 @@
+"""Builds what an engine runs on: memory for KV, attention, the prefix cache, the model's runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kvweave.config import EngineConfig, FuzzyConfig
+from kvweave.config.events import EventsConfig
+from kvweave.engine.attention import get_backend
+from kvweave.engine.components import Machinery
+from kvweave.engine.execution.runner import ModelRunner
+from kvweave.errors import ConfigError
+from kvweave.events import open_sink
+from kvweave.fuzzy.recompute import SEAMS, STRATEGIES
+from kvweave.kv.pool import IntArray, PagePool
+from kvweave.kv.relocation import KVMover, TensorMover
+from kvweave.kv.tensors import KVTensors
+from kvweave.models import hooks
+from kvweave.models.cpu import free_bytes
+from kvweave.models.load import LoadedModel
+from kvweave.prefix.contract import CacheOptions
+from kvweave.prefix.registry import create_cache
+
+logger = logging.getLogger("kvweave.engine")
+
+
+def build_machinery(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    make_mover: Callable[[KVTensors], KVMover] = TensorMover,
+) -> Machinery:
+    """Raises ConfigError where flags and model, or flags and memory, do not go together.
+
+    `make_mover` makes what moves KV; benches that do it wrong on purpose bring their own.
+    """
+    cache_config = config.cache
+    page_size = cache_config.page_size
+    num_pages = pool_tokens(config, loaded) // page_size
+    pool = PagePool(num_pages, page_size)
+    kv = KVTensors(loaded.layouts, num_pages, page_size, dtype=loaded.dtype, device=loaded.device)
+    wanted = EventsConfig.wanted(cache_config.kv_events_config)
+    options = CacheOptions(
+        eviction=cache_config.radix_eviction_policy,
+        events=wanted is not None,
+        wait_for_producers=cache_config.cold_group_wait,
+        fuzzy=_fuzzy(config, loaded),
+        decode=decoder(loaded.tokenizer),
+    )
+    cache = create_cache(cache_config.prefix_cache_backend, pool, options, make_mover(kv))
+    attention = get_backend(config.model.attention_backend, loaded.device)
+    logger.info(
+        "KV pool: %d tokens in pages of %d, %.2f GB, %s on %s",
+        num_pages * page_size,
+        page_size,
+        num_pages * page_size * KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype) / 1e9,
+        str(loaded.dtype).removeprefix("torch."),
+        loaded.device,
+    )
+    runner = ModelRunner(loaded, kv, attention)
+    # Last: it takes addresses, and starts a thread.
+    events = None if wanted is None else open_sink(wanted)
+    return Machinery(pool, cache, runner, events, hooks.interruptible)
+
+
+def decoder(tokenizer: Any) -> Callable[[IntArray], str]:
+    """Token ids to text as it stands, for caches that look at what a prompt says."""
+
+    def decode(ids: IntArray) -> str:
+        text: str = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
+
+
+def _fuzzy(config: EngineConfig, loaded: LoadedModel) -> FuzzyConfig:
+    """The settings for reuse beyond the prefix, as far as the model can follow them."""
+    fuzzy = config.fuzzy
+    if loaded.narrows or not STRATEGIES[fuzzy.fuzzy_refresh_strategy].looks:
+        return fuzzy
+    if fuzzy.fuzzy_refresh:
+        logger.warning(
+            "--fuzzy-refresh-strategy %s does not work with this model, whose layers must all see "
+            "the same tokens: what is refreshed is chosen by seams instead",
+            fuzzy.fuzzy_refresh_strategy,
+        )
+    return replace(fuzzy, fuzzy_refresh_strategy=SEAMS)
+
+
+def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Slots of the pool: as told, or what memory allows and the running requests can use."""
+    page_size = config.cache.page_size
+    if config.cache.max_total_tokens is not None:
+        tokens = config.cache.max_total_tokens // page_size * page_size
+        if tokens < 1:
+            raise ConfigError(
+                [
+                    f"--max-total-tokens {config.cache.max_total_tokens} holds no page of "
+                    f"--page-size {page_size}"
+                ]
+            )
+        return tokens
+    free = free_bytes(loaded.device) * config.cache.mem_fraction_static
+    affordable = int(free) // KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype)
+    useful = config.scheduler.max_running_requests * loaded.context_length
+    pages = min(affordable, useful) // page_size
+    if pages < 1:
+        raise ConfigError(
+            ["there is no memory left for KV: free some, or raise --mem-fraction-static"]
+        )
+    return pages * page_size

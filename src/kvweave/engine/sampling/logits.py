@@ -1,0 +1,240 @@
+"""min_p, top_k and top_p: which tokens may be sampled at all.
+
+Each sets the logits of the others to minus infinity, in place, row by row with its own parameter.
+The order is min_p, top_k, top_p, each on the distribution that the one before it left, after the
+temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave.engine.types import SamplingParams, TokenLogprob
+from kvweave.kv.pool import IntArray
+
+_CANDIDATES = 256
+"""Tokens that nearly always hold a row's top_p mass. Finding them takes a fiftieth of a sort."""
+
+
+def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
+    """Drop tokens less likely than `min_p` (R), in [0, 1], times the likeliest of logits (R, V)."""
+    least = logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(-1)
+    logits.masked_fill_(logits < least, -torch.inf)
+
+
+def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> None:
+    """Keep the `top_k` likeliest, and whatever equals the last of them. top_k int64 (R), 0: all."""
+    vocabulary = logits.shape[-1]
+    k = torch.where(top_k > 0, top_k, vocabulary).clamp_(max=vocabulary)
+    limited = (k < vocabulary).nonzero().squeeze(-1)
+    if not len(limited):
+        return
+    k = k[limited]
+    rows = logits[limited]
+    best = rows.topk(int(k.max()), dim=-1).values
+    least = best.gather(-1, (k - 1).unsqueeze(-1))
+    logits[limited] = rows.masked_fill_(rows < least, -torch.inf)
+
+
+def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> None:
+    """Keep the fewest, likeliest tokens whose mass reaches `top_p` (R), and ties of the last.
+
+    Nucleus sampling, arXiv 1904.09751.
+    """
+    _keep_top_p(logits, top_p, (top_p < 1).nonzero().squeeze(-1), _CANDIDATES)
+
+
+def _keep_top_p(
+    logits: torch.Tensor, top_p: torch.Tensor, rows: torch.Tensor, candidates: int
+) -> None:
+    if not len(rows):
+        return
+    chosen, wanted = logits[rows], top_p[rows].unsqueeze(-1)
+    candidates = min(candidates, chosen.shape[-1])
+    best = chosen.topk(candidates, dim=-1).values
+    mass = (best - chosen.logsumexp(dim=-1, keepdim=True)).exp_().cumsum(dim=-1)
+    # The last candidate that is kept is the first whose mass, with all before it, reaches top_p.
+    last = (mass < wanted).sum(dim=-1, keepdim=True)
+    enough = (last < candidates).squeeze(-1)
+    if candidates == chosen.shape[-1]:
+        enough.fill_(True)
+        last.clamp_(max=candidates - 1)
+    least = best.gather(-1, last.clamp(max=candidates - 1))
+    kept = chosen.masked_fill(chosen < least, -torch.inf)
+    logits[rows[enough]] = kept[enough]
+    _keep_top_p(logits, top_p, rows[~enough], 16 * candidates)
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence and how often the output holds each; O(1) per token."""
+
+    def __init__(self, seen: IntArray) -> None:
+        """`seen`: tokens that count as seen from the start, without being output."""
+        distinct = np.unique(seen)
+        self._size = len(distinct)
+        self._ids = np.empty(max(64, 2 * self._size), np.int64)
+        self._ids[: self._size] = distinct
+        self._counts = np.zeros(len(self._ids), np.float32)
+        self._place = dict(zip(distinct.tolist(), range(self._size), strict=True))
+
+    def add(self, token: int) -> None:
+        place = self._place.setdefault(token, self._size)
+        if place == self._size:
+            if place == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * place)
+                self._counts = np.resize(self._counts, 2 * place)
+            self._ids[place], self._counts[place] = token, 0
+            self._size += 1
+        self._counts[place] += 1
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        """Occurrences in the output, by the order of `ids`."""
+        return self._counts[: self._size]
+
+
+class Adjuster:
+    """What one sequence changes in its logits, in this order:
+
+    - repetition penalty r over prompt and output (CTRL, arXiv 1909.05858): a positive logit is
+      divided by r, a negative one multiplied;
+    - minus frequency penalty times occurrences in the output, minus presence penalty if there is
+      any (the formula of OpenAI's API reference);
+    - plus the request's logit_bias;
+    - until `min_tokens` are there, the tokens that would end the answer are impossible.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: IntArray, ending: Iterable[int]) -> None:
+        self.params = params
+        seen = prompt if params.repetition_penalty != 1 else prompt[:0]
+        self._counts = TokenCounts(seen) if penalises(params) else None
+        bias = params.logit_bias or {}
+        self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        self._bias = np.fromiter(bias.values(), np.float32, len(bias))
+        self._ending = np.array(sorted(ending), np.int64)
+        self._generated = 0
+
+    def add(self, token: int) -> None:
+        """Take note of a token of the output."""
+        self._generated += 1
+        if self._counts is not None:
+            self._counts.add(token)
+
+    def collect(self, row: int, changes: Changes) -> None:
+        """Add what applies to the next token of the sequence, whose logits are in `row`."""
+        if self._counts is not None:
+            changes.penalties.append((row, self._counts, self.params))
+        if len(self._bias_ids):
+            changes.biases.append((row, self._bias_ids, self._bias))
+        if self._generated < self.params.min_tokens and len(self._ending):
+            changes.forbidden.append((row, self._ending))
+
+
+def penalises(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
+    )
+
+
+def adjusts(params: SamplingParams) -> bool:
+    """Whether the logits are ever changed; most requests need no Adjuster."""
+    return penalises(params) or bool(params.logit_bias) or params.min_tokens > 0
+
+
+class Changes:
+    """The changes of all rows of a batch, applied by a few scatters whatever their number."""
+
+    def __init__(self) -> None:
+        self.penalties: list[tuple[int, TokenCounts, SamplingParams]] = []
+        self.biases: list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
+        self.forbidden: list[tuple[int, npt.NDArray[np.int64]]] = []
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change `logits` (rows, vocabulary) in place."""
+        if self.penalties:
+            self._penalise(logits)
+        if self.biases:
+            where = _Where(logits, [(row, ids) for row, ids, _ in self.biases])
+            where.write(where.read() + where.tensor([bias for _, _, bias in self.biases]))
+        if self.forbidden:
+            where = _Where(logits, self.forbidden)
+            where.write(torch.full_like(where.read(), -torch.inf))
+
+    def _penalise(self, logits: torch.Tensor) -> None:
+        where = _Where(logits, [(row, counts.ids) for row, counts, _ in self.penalties])
+        counts = where.tensor([counts.counts for _, counts, _ in self.penalties])
+        params = [params for _, _, params in self.penalties]
+        repetition = where.spread([p.repetition_penalty for p in params])
+        value = where.read()
+        value = torch.where(value > 0, value / repetition, value * repetition)
+        value -= where.spread([p.frequency_penalty for p in params]) * counts
+        value -= where.spread([p.presence_penalty for p in params]) * (counts > 0)
+        where.write(value)
+
+
+class _Where:
+    """Places in logits: some tokens of some rows, as one index."""
+
+    def __init__(
+        self, logits: torch.Tensor, places: list[tuple[int, npt.NDArray[np.int64]]]
+    ) -> None:
+        self._logits = logits
+        self._lengths = [len(ids) for _, ids in places]
+        rows = np.repeat(np.array([row for row, _ in places], np.int64), self._lengths)
+        ids = np.concatenate([ids for _, ids in places])
+        self._index = (
+            torch.from_numpy(rows).to(logits.device),
+            torch.from_numpy(ids).to(logits.device),
+        )
+
+    def tensor(self, per_place: list[npt.NDArray[np.float32]]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(per_place)).to(self._logits.device)
+
+    def spread(self, per_row: list[float]) -> torch.Tensor:
+        return self.tensor([np.repeat(np.array(per_row, np.float32), self._lengths)])
+
+    def read(self) -> torch.Tensor:
+        return self._logits[self._index]
+
+    def write(self, values: torch.Tensor) -> None:
+        self._logits[self._index] = values
+
+
+_BLOCK = 32
+"""Rows of a prompt whose whole distributions exist at a time."""
+
+
+def token_logprobs(
+    logprobs: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]
+) -> list[TokenLogprob]:
+    """One result per row of `logprobs` (R, V), with the row's `counts` best alternatives."""
+    chosen = torch.tensor(token_ids, device=logprobs.device).unsqueeze(-1)
+    own = logprobs.gather(-1, chosen).squeeze(-1).tolist()
+    most = min(max(counts, default=0), logprobs.shape[-1])
+    best = logprobs.topk(most, dim=-1)
+    ids, values = best.indices.tolist(), best.values.tolist()
+    tops = [
+        tuple(zip(ids[row][:count], values[row][:count], strict=True))
+        for row, count in enumerate(counts)
+    ]
+    return [TokenLogprob(*parts) for parts in zip(token_ids, own, tops, strict=True)]
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], count: int
+) -> list[TokenLogprob]:
+    """How likely each of `token_ids` was, given `logits` (R, V) of the position before it."""
+    found: list[TokenLogprob] = []
+    for start in range(0, len(token_ids), _BLOCK):
+        block = token_ids[start : start + _BLOCK]
+        logprobs = logits[start : start + len(block)].log_softmax(dim=-1)
+        found += token_logprobs(logprobs, block, [count] * len(block))
+    return found

@@ -1,0 +1,257 @@
+"""Which tokens are computed next: continuous batching over plans and leases.
+
+Every step is a packed mix of decodes, one token each, and chunks of prompts under one budget of
+tokens. The scheduler knows what a plan leaves to compute and when to publish; it never knows what
+remembers KV, nor how.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvweave.config import SchedulerConfig
+from kvweave.engine.scheduler.admission import Admission
+from kvweave.engine.scheduler.queue import WaitingQueue
+from kvweave.engine.scheduler.request import Sequence, Status
+from kvweave.errors import IntegrityError, RequestError
+from kvweave.prefix.contract import PrefixCache
+from kvweave.prefix.lease import Lease
+
+logger = logging.getLogger("kvweave.engine")
+
+SCORED_CHUNK = 128
+"""Longest chunk of a prompt whose log probabilities are wanted: every token needs its logits."""
+
+
+@dataclass(slots=True)
+class Row:
+    """The next `count` positions of `sequence`, computed in one forward pass."""
+
+    sequence: Sequence
+    count: int
+    prefill: bool
+    """Part of a plan; else a decode, which is one sampled token."""
+    completes: bool
+    """Nothing remains to compute afterwards: the next token can be sampled."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step runs (decodes first), and what happened while it was planned."""
+
+    rows: list[Row] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    """Ended already, each by an error of its own."""
+    preempted: int = 0
+
+
+class Scheduler:
+    """Owns the waiting and the running sequences.
+
+    The order among sequences is total (priority, then arrival), the victim of a preemption is
+    always the last in it, the asking one included, and a preempted one keeps its place. So the
+    first of all never loses its pages, finishes, and hands the place on: two sequences never evict
+    each other for ever.
+    """
+
+    def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
+        self.waiting = WaitingQueue("lpm" if config.schedule_policy == "lpm" else "fcfs")
+        self.running: list[Sequence] = []
+        self._cache = cache
+        self._config = config
+        self._admission = Admission(cache)
+        self._step = Step()
+        self._budget = 0
+        self._owed: list[Lease] = []
+        """Of sequences that are gone, and not released yet."""
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.add(sequence)
+
+    def schedule(self) -> Step:
+        """Decide what the next step computes. Pages for it are taken; nothing else has changed."""
+        self.settle()
+        self._step = Step()
+        self._budget = self._config.chunked_prefill_size
+        self._admission.stepped()
+        self._continue_running()
+        self._admit()
+        return self._step
+
+    def commit(self, row: Row) -> None:
+        """The row's KV is computed: progress counts, and full pages are published."""
+        sequence = row.sequence
+        lease = sequence.lease
+        assert lease is not None
+        sequence.done += row.count
+        if sequence.decoding:
+            sequence.group.prompt_computed = True
+        frontier = sequence.frontier
+        shareable = min(frontier, lease.plan.publishable) if lease.plan.approximate else frontier
+        # Most decodes do not complete a page: they cost a comparison here, not a call.
+        if shareable - sequence.offered >= self._cache.page_size:
+            sequence.offered = shareable // self._cache.page_size * self._cache.page_size
+            self._cache.publish(lease, sequence.tokens, computed=frontier)
+
+    def end(self, sequence: Sequence) -> None:
+        """Take the sequence out, wherever it is, and give its pages back. Twice is harmless."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        self._release(sequence, Status.FINISHED)
+
+    def give_back(self, lease: Lease) -> None:
+        """Release `lease`. Where that fails, it is tried again, and nobody hears of it."""
+        try:
+            self._cache.release(lease)
+        except Exception:
+            logger.error("pages were not given back; trying again", exc_info=True)
+            self._owed.append(lease)
+
+    def settle(self) -> None:
+        """Try again what could not be released."""
+        owed, self._owed = self._owed, []
+        for lease in owed:
+            self.give_back(lease)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All that are alive."""
+        yield from self.running
+        yield from self.waiting
+
+    def check(self) -> None:
+        """Prove that pages, owners and queues add up; IntegrityError if not."""
+        for sequence in self.running:
+            if sequence.status is not Status.RUNNING or sequence.lease is None:
+                raise IntegrityError(f"{sequence.group.request.rid} runs without a lease")
+        for sequence in self.waiting:
+            if sequence.status is not Status.WAITING or sequence.lease is not None:
+                raise IntegrityError(f"{sequence.group.request.rid} waits, but holds a lease")
+        alive = list(self.sequences())
+        if len({id(sequence) for sequence in alive}) != len(alive):
+            raise IntegrityError("a sequence is queued twice")
+        held = [s.lease for s in self.running if s.lease is not None]
+        self._cache.check(held + self._owed)
+
+    def _continue_running(self) -> None:
+        # A prompt needs budget to become a decode, so there are never more decodes than budget.
+        decodes = [sequence for sequence in self.running if sequence.decoding]
+        prefills = [sequence for sequence in self.running if not sequence.decoding]
+        prefills.sort(key=lambda sequence: sequence.rank)
+        for sequence in (*decodes, *prefills):
+            if self._budget == 0:
+                return
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted a moment ago, for one before it
+            try:
+                count = self._chunk(sequence)
+                if self._make_room(sequence, count):
+                    self._run(sequence, count)
+            except Exception as error:
+                self._fail(sequence, error)
+
+    def _admit(self) -> None:
+        if not self._may_admit():
+            return  # before anybody is looked up in the cache
+        for sequence, matched in self.waiting.candidates(self._match):
+            try:
+                if self._admission.awaits_producer(sequence, matched):
+                    continue  # others may pass
+                if not self._start(sequence, matched):
+                    return  # nobody passes for being smaller: the large would starve
+            except Exception as error:
+                self._fail(sequence, error)
+            if not self._may_admit():
+                return
+
+    def _may_admit(self) -> bool:
+        return self._budget > 0 and len(self.running) < self._config.max_running_requests
+
+    def _start(self, sequence: Sequence, matched: int) -> bool:
+        """Lease and run the first chunk; False, and nothing has changed, for lack of room."""
+        alone = not self.running  # then everything that is cached can be evicted
+        if not alone and not self._admission.may_fit(sequence, matched, self.running):
+            return False
+        lease = self._cache.lease(sequence.view())
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.start(lease)
+        count = self._chunk(sequence)
+        lacking = 0 if alone else self._admission.lacking(sequence, self.running)
+        if lacking > 0 or not self._cache.grow(lease, sequence.last_position(count) + 1):
+            if alone:
+                raise _too_small(self._cache)
+            self._requeue(sequence)
+            self._admission.refused(sequence, matched, self.running, max(lacking, 1))
+            return False
+        if not sequence.group.admitted:
+            sequence.group.count_reuse(lease.plan)
+            self._cache.record(lease)
+        self.waiting.admissions += 1
+        self._step.admitted.append(sequence)
+        self._run(sequence, count)
+        return True
+
+    def _match(self, sequence: Sequence) -> int:
+        try:
+            return self._cache.match(sequence.view())
+        except Exception:
+            return 0  # an order of admission needs a number; leasing meets the same fault again
+
+    def _chunk(self, sequence: Sequence) -> int:
+        count = min(sequence.remaining, self._budget)
+        return min(count, SCORED_CHUNK) if sequence.scores_prompt else count
+
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Pages for the next `count` positions, whoever must go; False if that is the asker."""
+        assert sequence.lease is not None
+        while not self._cache.grow(sequence.lease, sequence.last_position(count) + 1):
+            victim = max(self.running, key=lambda other: other.rank)
+            if len(self.running) == 1:
+                raise _too_small(self._cache)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _run(self, sequence: Sequence, count: int) -> None:
+        row = Row(sequence, count, not sequence.decoding, sequence.remaining == count)
+        self._step.rows.append(row)
+        self._budget -= count
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Take the victim's pages; it computes prompt and output again when there is room."""
+        self._drop_row(victim)
+        self._requeue(victim)
+        self._admission.preempted()
+        self._step.preempted += 1
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence, Status.WAITING)
+        self.waiting.add(sequence)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        self._drop_row(sequence)
+        self.end(sequence)
+        self._step.failed.append((sequence, error))
+
+    def _drop_row(self, sequence: Sequence) -> None:
+        self._step.rows = [row for row in self._step.rows if row.sequence is not sequence]
+
+    def _release(self, sequence: Sequence, status: Status) -> None:
+        lease = sequence.lease
+        sequence.stop(status)
+        if lease is not None:
+            self.give_back(lease)
+
+
+def _too_small(cache: PrefixCache) -> RequestError:
+    slots = cache.pool.num_pages * cache.page_size
+    return RequestError(
+        f"the KV pool of {slots} tokens is too small for this request, even alone", status=503
+    )

@@ -1,0 +1,156 @@
+"""What an engine says about itself: counters, a snapshot, one log line per prefill batch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvweave.engine.heal import Healer
+from kvweave.engine.scheduler.request import Sequence
+from kvweave.engine.scheduler.scheduler import Scheduler, Step
+from kvweave.engine.types import EngineSnapshot, FinishReason
+from kvweave.prefix.contract import PrefixCache
+from kvweave.prefix.events import EventSink
+
+logger = logging.getLogger("kvweave.engine")
+
+_DECODE_LINE_STEPS = 40
+"""Steps without prompts between two log lines."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start; their meanings are EngineSnapshot's."""
+
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    prefill_steps: int = 0
+
+
+class Reporter:
+    """Counts and logs; never in anyone's way."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: PrefixCache,
+        healer: Healer,
+        events: EventSink | None = None,
+    ) -> None:
+        self.counters = Counters()
+        self._healer = healer
+        self._scheduler = scheduler
+        self._cache = cache
+        self._events = events
+        self._decode_steps = 0
+        self._last_line = (time.monotonic(), 0)
+
+    def snapshot(self) -> EngineSnapshot:
+        """Only on the engine's thread."""
+        pool, size, counters = self._cache.pool, self._cache.page_size, self.counters
+        # Not `stats()`, which asks providers: servers take a snapshot after every step.
+        cached, healing = self._cache.counters, self._healer.counters
+        evictable, reuse = self._cache.evictable_pages, self._cache.reuse_counts()
+        return EngineSnapshot(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            total_tokens=pool.num_pages * size,
+            free_tokens=pool.num_free * size,
+            used_tokens=(pool.num_pages - pool.num_free - evictable) * size,
+            cached_tokens=self._cache.cached_pages * size,
+            evictable_tokens=evictable * size,
+            requests=counters.requests,
+            finished=counters.finished,
+            aborted=counters.aborted,
+            failed=counters.failed,
+            prompt_tokens=cached.query_tokens,
+            hit_tokens=dict(cached.hit_tokens),
+            prefill_tokens=counters.prefill_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+            evicted_tokens=cached.evicted_pages * size,
+            steps=counters.steps,
+            prefill_steps=counters.prefill_steps,
+            dropped_event_batches=0 if self._events is None else self._events.dropped,
+            paraphrase_refused=reuse.refused,
+            provider_events=reuse.events,
+            provider_figures=reuse.provider,
+            heals_waiting=len(self._healer),
+            healed=healing.healed,
+            healed_tokens=healing.tokens,
+            heals_preempted=healing.preempted,
+            heals_dropped=healing.dropped,
+        )
+
+    def planned(self, step: Step) -> None:
+        """Called between planning and running a step."""
+        counters = self.counters
+        counters.preemptions += step.preempted
+        if not step.rows:
+            return
+        counters.steps += 1
+        prefills = [row for row in step.rows if row.prefill]
+        if prefills:
+            new_tokens = sum(row.sequence.computed(row.count) for row in prefills)
+            counters.prefill_steps += 1
+            counters.prefill_tokens += new_tokens
+            self._log_prefill(step.admitted, new_tokens)
+        else:
+            self._decode_steps += 1
+            if self._decode_steps % _DECODE_LINE_STEPS == 0:
+                self._log_decode()
+        if step.preempted:
+            logger.info(
+                "KV pool is full, #preempted-req: %d, #queue-req: %d",
+                step.preempted,
+                len(self._scheduler.waiting),
+            )
+
+    def ended(self, reason: FinishReason | None) -> None:
+        """An answer is over."""
+        if reason == "abort":
+            self.counters.aborted += 1
+        elif reason == "error":
+            self.counters.failed += 1
+        else:
+            self.counters.finished += 1
+
+    def _log_prefill(self, admitted: Iterable[Sequence], new_tokens: int) -> None:
+        plans = [sequence.plan for sequence in admitted]
+        logger.info(
+            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, #fuzzy-token: %d, "
+            "token usage: %.2f, #running-req: %d, #queue-req: %d",
+            len(plans),
+            new_tokens,
+            sum(plan.exact for plan in plans),
+            sum(plan.served for plan in plans),
+            self._usage(),
+            len(self._scheduler.running),
+            len(self._scheduler.waiting),
+        )
+
+    def _log_decode(self) -> None:
+        now, generated = time.monotonic(), self.counters.generated_tokens
+        then, before = self._last_line
+        self._last_line = (now, generated)
+        logger.info(
+            "Decode batch, #running-req: %d, token usage: %.2f, "
+            "gen throughput (token/s): %.1f, #queue-req: %d",
+            len(self._scheduler.running),
+            self._usage(),
+            (generated - before) / max(now - then, 1e-9),
+            len(self._scheduler.waiting),
+        )
+
+    def _usage(self) -> float:
+        """Share of the pool that cannot be had."""
+        pool = self._cache.pool
+        return 1 - (pool.num_free + self._cache.evictable_pages) / pool.num_pages

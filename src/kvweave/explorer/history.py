@@ -1,0 +1,235 @@
+"""The last prompts and what became of them: where their KV came from, by prompt and over time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.plan import Span, Tier
+from kvweave.server.request_metrics import Trace
+
+FRESH = "fresh"
+REFRESHED = "refreshed"
+SOURCES = (*(tier.value for tier in Tier), REFRESHED, FRESH)
+"""Every name that a source can have."""
+
+
+class SourceRun(NamedTuple):
+    """`length` positions from `start` on; `span` is theirs if one covers them."""
+
+    source: str
+    start: int
+    length: int
+    span: Span | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def donor_start(self) -> int | None:
+        """Where the run stands in its donor; an exact prefix stands where it stood."""
+        if self.span is not None:
+            return self.span.donor_start + self.start - self.span.start
+        return self.start if self.source == Tier.EXACT.value else None
+
+
+def source_runs(
+    length: int, exact: int, spans: Sequence[Span], refreshed: Iterable[tuple[int, int]]
+) -> list[SourceRun]:
+    """Ascending runs that cover `length` positions once. `refreshed` are (start, length)."""
+    recomputed = deque((start, start + count) for start, count in refreshed)
+    if spans:  # of a second admission, perhaps, while `exact` is always the first one's
+        exact = min(exact, spans[0].start)
+    runs = [SourceRun(Tier.EXACT.value, 0, exact)]
+    reached = exact
+    for span in spans:
+        runs.append(SourceRun(FRESH, reached, span.start - reached))
+        while recomputed and recomputed[0][1] <= span.start:
+            recomputed.popleft()
+        runs += _within(span, recomputed)
+        reached = span.end
+    runs.append(SourceRun(FRESH, reached, length - reached))
+    return [run for run in runs if run.length > 0]
+
+
+def _within(span: Span, recomputed: Iterable[tuple[int, int]]) -> Iterator[SourceRun]:
+    """The span, cut where it was computed all the same."""
+    at = span.start
+    for first, last in recomputed:
+        if first >= span.end:
+            break
+        begin, end = max(first, span.start), min(last, span.end)
+        yield SourceRun(span.tier.value, at, begin - at, span)
+        yield SourceRun(REFRESHED, begin, end - begin, span)
+        at = end
+    yield SourceRun(span.tier.value, at, span.end - at, span)
+
+
+def counts(runs: Iterable[SourceRun]) -> dict[str, int]:
+    """Tokens by source, every source named."""
+    found = dict.fromkeys(SOURCES, 0)
+    for run in runs:
+        found[run.source] += run.length
+    return found
+
+
+SLICE_SECONDS = 10
+SLICES = 360
+
+
+@dataclass(slots=True)
+class Slice:
+    """What ended in the ten seconds from `start` (since the epoch) on."""
+
+    start: int
+    prompts: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
+    """By source."""
+
+
+class Timeline:
+    """Only slices in which something ended take space."""
+
+    def __init__(self) -> None:
+        self._slices: deque[Slice] = deque(maxlen=SLICES)
+
+    def add(self, now: float, tokens: Mapping[str, int]) -> None:
+        """A prompt ended `now` whose `tokens` came from these sources."""
+        start = int(now) // SLICE_SECONDS * SLICE_SECONDS
+        if not self._slices or self._slices[-1].start < start:
+            self._slices.append(Slice(start))
+        last = self._slices[-1]
+        last.prompts += 1
+        for source, count in tokens.items():
+            last.tokens[source] = last.tokens.get(source, 0) + count
+
+    def since(self, earliest: float) -> list[Slice]:
+        """The slices that begin at `earliest` or later, in order."""
+        return [part for part in self._slices if part.start >= earliest]
+
+
+MOST_PROMPTS = 256
+MOST_TOKENS = 2**20
+"""Of prompts and answers together, four bytes each."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt that has ended. Tokens are int32; times are seconds, `arrived` since the epoch."""
+
+    number: int
+    """Counted from 1; what the explorer calls it."""
+    rid: str
+    endpoint: str
+    salt: str | None
+    fuzzy: bool
+    prompt_length: int
+    tokens: IntArray
+    """The prompt and its first answer: what others may have been lent."""
+    exact: int
+    spans: tuple[Span, ...]
+    refreshed: tuple[tuple[int, int], ...]
+    arrived: float
+    first_token: float | None
+    """From arrival on, as `total`."""
+    total: float
+    outcome: str
+
+    def runs(self) -> list[SourceRun]:
+        """Where the prompt's KV came from, in order."""
+        return source_runs(self.prompt_length, self.exact, self.spans, self.refreshed)
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """Prompt tokens by source."""
+        return counts(self.runs())
+
+    @property
+    def prompt(self) -> IntArray:
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def answer(self) -> IntArray:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def lends_up_to(self) -> int:
+        """Positions from here on are approximate, or depend on what is: nobody is served them."""
+        return self.spans[0].start if self.spans else len(self.tokens)
+
+
+class History:
+    """Records by number, oldest first; the oldest go when there are too many, or too long ones."""
+
+    def __init__(self, most_prompts: int = MOST_PROMPTS, most_tokens: int = MOST_TOKENS) -> None:
+        self.started = time.time()
+        """Tells two histories apart whose numbers mean different prompts."""
+        self.timeline = Timeline()
+        self._records: deque[Record] = deque()
+        self._most_prompts = most_prompts
+        self._most_tokens = most_tokens
+        self._tokens = 0
+        self._added = 0
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def oldest(self) -> int:
+        """Numbers below are forgotten."""
+        return self._records[0].number if self._records else self._added + 1
+
+    def get(self, number: int) -> Record | None:
+        """The record with this number, if it is still kept."""
+        place = number - self.oldest
+        return self._records[place] if 0 <= place < len(self._records) else None
+
+    def before(self, record: Record) -> list[Record]:
+        """Those that arrived earlier, newest first."""
+        earlier = [other for other in self._records if other.arrived < record.arrived]
+        return sorted(earlier, key=lambda other: -other.arrived)
+
+    def add(self, trace: Trace) -> None:
+        """Remember a prompt that has just ended."""
+        self._added += 1
+        record = _record(self._added, trace)
+        self._records.append(record)
+        self._tokens += len(record.tokens)
+        while len(self._records) > self._most_prompts or (
+            self._tokens > self._most_tokens and len(self._records) > 1
+        ):
+            self._tokens -= len(self._records.popleft().tokens)
+        # What never got a token may never have been looked up.
+        if record.first_token is not None:
+            self.timeline.add(time.time(), record.counts)
+
+
+def _record(number: int, trace: Trace) -> Record:
+    request = trace.request
+    return Record(
+        number=number,
+        rid=request.rid,
+        endpoint=trace.endpoint,
+        salt=request.cache_salt,
+        fuzzy=request.fuzzy,
+        prompt_length=len(request.prompt_ids),
+        tokens=np.array((*request.prompt_ids, *trace.answer), np.int32),
+        exact=trace.usage.cached_tokens,
+        spans=trace.plan,
+        refreshed=trace.refreshed,
+        arrived=trace.arrived,
+        first_token=trace.first_token_seconds,
+        total=trace.total_seconds,
+        outcome=trace.outcome,
+    )

@@ -1,0 +1,199 @@
+"""The page's own files: read once, served with a policy that lets nothing else run."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import mimetypes
+import re
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from kvweave.errors import RequestError
+from kvweave.explorer.history import History, Record
+from kvweave.explorer.queries import explain, other_words, shared_runs, view_of
+from kvweave.explorer.views import (
+    live_view,
+    prompt_view,
+    slice_view,
+    summary_view,
+    tree_view,
+    why_not_view,
+)
+from kvweave.prefix.plan import Tier
+from kvweave.prefix.tree_snapshot import TreeOutline
+from kvweave.server.responses import TokenTexts
+from kvweave.server.service import Service
+
+if TYPE_CHECKING:
+    from kvweave.engine.engine import Engine
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@cache
+def _contents() -> dict[str, tuple[bytes, str, str]]:
+    """By name: bytes, media type and tag of every file of the page."""
+    found = {}
+    for file in files(__package__).joinpath("static").iterdir():
+        content = file.read_bytes()
+        # Not the system's table of types, which may call a script anything.
+        kind = "text/javascript" if file.name.endswith(".js") else None
+        kind = kind or mimetypes.guess_type(file.name)[0] or "text/plain"
+        tag = f'"{hashlib.blake2s(content, digest_size=8).hexdigest()}"'
+        found[file.name] = content, kind, tag
+    return found
+
+
+def asset(name: str, request: Request) -> Response:
+    """One file of the page; 404 if it has no such file, 304 if the browser has it."""
+    if name not in _contents():
+        raise HTTPException(404)
+    content, kind, tag = _contents()[name]
+    headers = {
+        "Content-Security-Policy": POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "ETag": tag,
+    }
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=f"{kind}; charset=utf-8", headers=headers)
+
+
+MOST_NODES = 600
+PLACED_PROMPTS = 100
+"""Prompts whose path through the tree is looked up, the newest."""
+_OF_THIS_MACHINE = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
+"""How its own users call it."""
+_LOOK_SECONDS = 20.0
+_REASONS_SHOWN = 5
+
+_Number = Annotated[int, Path(ge=0, le=2**53)]
+_T = TypeVar("_T")
+
+
+def explorer_router(service: Service, history: History, backend: str) -> APIRouter:
+    """Routes below /explorer. `backend` is only shown."""
+    router = APIRouter(prefix="/explorer")
+
+    @router.get("", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        return asset("index.html", request)
+
+    @router.get("/static/{name}", include_in_schema=False)
+    async def static(name: str, request: Request) -> Response:
+        return asset(name, request)
+
+    @router.get("/api/overview", name="explorer_overview")
+    async def overview(request: Request, after: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
+        """What runs, and the prompts with numbers above `after`."""
+        now = service.engine.snapshot()
+        return {
+            "model": service.card.name,
+            "backend": backend,
+            "chat": service.reader.tokenizer.chat_template is not None,
+            "text_hidden": _shown_texts(service, request) is None,
+            "started": history.started,
+            "now": time.time(),
+            "running": now.running,
+            "waiting": now.waiting,
+            "total_tokens": now.total_tokens,
+            "used_tokens": now.used_tokens,
+            "cached_tokens": now.cached_tokens,
+            "oldest": history.oldest,
+            "live": [live_view(trace) for trace in service.live.traces()],
+            "prompts": [summary_view(record) for record in history if record.number > after],
+            "timeline": [slice_view(part) for part in history.timeline.since(time.time() - 3600)],
+        }
+
+    @router.get("/api/prompts/{number}", name="explorer_prompt", responses={404: {}})
+    async def prompt(request: Request, number: _Number) -> dict[str, Any]:
+        """The map of one prompt."""
+        texts = _shown_texts(service, request)
+        record = _known(history, number)
+        lenders = await _paraphrase_lenders(service, history, record)
+        return await asyncio.to_thread(prompt_view, record, history.before(record), lenders, texts)
+
+    @router.get("/api/prompts/{number}/why-not", name="explorer_why_not", responses={404: {}})
+    async def why_not(request: Request, number: _Number) -> dict[str, Any]:
+        """What earlier prompts had of the text that this one computed, and why it was not lent."""
+        texts = _shown_texts(service, request)
+        record = _known(history, number)
+        earlier = history.before(record)
+        runs = await asyncio.to_thread(shared_runs, record, earlier, _REASONS_SHOWN)
+        explained, declined = await _look(
+            service, lambda engine: (explain(engine, record, runs), other_words(engine, record))
+        )
+        return why_not_view(explained, declined, len(earlier), record, texts)
+
+    @router.get("/api/tree", name="explorer_tree")
+    async def tree(request: Request) -> dict[str, Any]:
+        """The tree, its most recently used nodes first."""
+        texts = _shown_texts(service, request)
+        outline = await _outline(service, history)
+        return {"tree": None if outline is None else tree_view(outline, texts)}
+
+    return router
+
+
+def _shown_texts(service: Service, request: Request) -> TokenTexts | None:
+    """None where no text may be shown.
+
+    Without a key, whoever reaches this machine's loopback sees all: its users, and their browsers,
+    which any page may send here under a name of its own that leads here (DNS rebinding).
+    """
+    config, host = service.config, request.headers.get("host", "")
+    trusted = config.has_key or _OF_THIS_MACHINE.fullmatch(host)
+    return service.texts if trusted and not config.hides_text else None
+
+
+def _known(history: History, number: int) -> Record:
+    record = history.get(number)
+    if record is None:
+        raise RequestError(
+            f"prompt {number} is not remembered (the oldest one is {history.oldest})", status=404
+        )
+    return record
+
+
+async def _paraphrase_lenders(service: Service, history: History, record: Record) -> dict[str, int]:
+    """Numbers of prompts by the nodes that they lie on: a paraphrase's donor has other tokens."""
+    if all(span.tier is not Tier.PARAPHRASE for span in record.spans):
+        return {}
+    try:
+        outline = await _outline(service, history)
+    except RequestError:
+        return {}  # a map without these names is better than none
+    nodes = outline.nodes if outline is not None else ()
+    return {str(node.order): int(node.prompts[0]) for node in nodes if node.prompts}
+
+
+async def _outline(service: Service, history: History) -> TreeOutline | None:
+    records = list(history)[-PLACED_PROMPTS:]
+
+    def outline(engine: Engine) -> TreeOutline | None:
+        prompts = [view_of(engine, record, record.tokens) for record in records]
+        return engine.cache.outline(prompts, MOST_NODES)
+
+    return await _look(service, outline)
+
+
+async def _look(service: Service, at: Callable[[Engine], _T]) -> _T:
+    try:
+        return await asyncio.wait_for(service.engine.look(at), _LOOK_SECONDS)
+    except TimeoutError:
+        raise RequestError(
+            f"the engine was busy for {_LOOK_SECONDS:g} seconds; try again later", status=503
+        ) from None

@@ -1,0 +1,164 @@
+"""What the explorer's API answers: plain objects for JSON.
+
+With `texts` None, no text and no token id leaves the server: only lengths, positions and sources.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvweave.explorer.history import Record, Slice, SourceRun
+from kvweave.explorer.queries import Explained, donor_of, pieces
+from kvweave.prefix.contract import Declined
+from kvweave.prefix.tree_snapshot import NodeOutline, TreeOutline
+from kvweave.server.request_metrics import Trace
+from kvweave.server.responses import TokenTexts
+
+MOST_SHOWN = 16_384
+"""Tokens of a prompt whose text is sent; of longer ones the rest is only counted."""
+ANSWER_SHOWN = 1_024
+
+
+def live_view(trace: Trace) -> dict[str, Any]:
+    """A prompt that is being answered."""
+    return {
+        "rid": trace.rid,
+        "endpoint": trace.endpoint,
+        "seconds": round(trace.total_seconds, 2),
+        "answering": trace.first_token_seconds is not None,
+        "prompt_tokens": trace.usage.prompt_tokens,
+        "completion_tokens": trace.completion_tokens,
+        "cached_tokens": trace.usage.cached_tokens,
+        "moved_tokens": trace.usage.moved_tokens,
+    }
+
+
+def summary_view(record: Record) -> dict[str, Any]:
+    """A line of the list of prompts, and a point of the charts."""
+    return {
+        "number": record.number,
+        "rid": record.rid,
+        "endpoint": record.endpoint,
+        "namespace": _label(record.salt),
+        "arrived": round(record.arrived, 3),
+        "outcome": record.outcome,
+        "prompt_tokens": record.prompt_length,
+        "completion_tokens": len(record.answer),
+        "first_token_ms": _milliseconds(record.first_token),
+        "total_ms": _milliseconds(record.total),
+        "fuzzy": record.fuzzy,
+        "counts": record.counts,
+    }
+
+
+def slice_view(part: Slice) -> dict[str, Any]:
+    """Ten seconds of the timeline."""
+    return {"start": part.start, "prompts": part.prompts, "tokens": part.tokens}
+
+
+def prompt_view(
+    record: Record, earlier: Sequence[Record], lenders: Mapping[str, int], texts: TokenTexts | None
+) -> dict[str, Any]:
+    """The map of a prompt. `lenders` are numbers of prompts by the name of a tree's node."""
+    blocks = [_block(record, run, earlier, lenders) for run in record.runs()]
+    answer: dict[str, Any] = {"length": len(record.answer)}
+    if texts is not None:
+        shown = pieces(texts, record.tokens[: min(record.prompt_length, MOST_SHOWN)].tolist())
+        for block in blocks:
+            block["tokens"] = shown[block["start"] : block["start"] + block["length"]]
+        answer["tokens"] = pieces(texts, record.answer[:ANSWER_SHOWN].tolist())
+    return {**summary_view(record), "blocks": blocks, "answer": answer}
+
+
+def _block(
+    record: Record, run: SourceRun, earlier: Sequence[Record], lenders: Mapping[str, int]
+) -> dict[str, Any]:
+    block: dict[str, Any] = {"source": run.source, "start": run.start, "length": run.length}
+    if run.donor_start is not None:
+        donor = donor_of(record, run, earlier)
+        number = None if donor is None else donor.number
+        if number is None and run.span is not None:
+            number = lenders.get(run.span.donor)
+        block |= {"donor_start": run.donor_start, "donor": number}
+    return block
+
+
+def why_not_view(
+    explained: Iterable[Explained],
+    declined: Iterable[Declined],
+    compared: int,
+    record: Record,
+    texts: TokenTexts | None,
+) -> dict[str, Any]:
+    """Shared runs that were computed all the same, and the gate that refused each; and what was
+    not served in other words, with a reason where text may be shown: it quotes some."""
+    runs = []
+    for run, refusal in explained:
+        entry: dict[str, Any] = {
+            "start": run.start,
+            "length": run.length,
+            "donor": run.donor.number,
+            "donor_start": run.donor_start,
+            "gate": refusal.gate,
+            "reason": refusal.reason,
+        }
+        if texts is not None:
+            entry["excerpt"] = _excerpt(record, run.start, run.length, texts)
+        runs.append(entry)
+    words = []
+    for each in declined:
+        entry = {"start": each.start, "length": each.end - each.start, "gate": each.kind}
+        if texts is not None:
+            entry["reason"] = each.reason
+            entry["excerpt"] = _excerpt(record, each.start, entry["length"], texts)
+        words.append(entry)
+    computed = record.counts["fresh"]
+    return {"compared": compared, "computed": computed, "runs": runs, "other_words": words}
+
+
+def _excerpt(record: Record, start: int, length: int, texts: TokenTexts) -> str:
+    tokens = record.prompt[start : start + min(length, 40)]
+    return "".join(pieces(texts, tokens.tolist()))
+
+
+def tree_view(outline: TreeOutline, texts: TokenTexts | None) -> dict[str, Any]:
+    """The tree, as far as it is shown, and sums over all of it."""
+    return {
+        "page_size": outline.page_size,
+        "cached_tokens": outline.cached_pages * outline.page_size,
+        "evictable_tokens": outline.evictable_pages * outline.page_size,
+        "shown_tokens": sum(node.length for node in outline.nodes),
+        "nodes": [_node(node, texts) for node in outline.nodes],
+    }
+
+
+def _node(node: NodeOutline, texts: TokenTexts | None) -> dict[str, Any]:
+    view: dict[str, Any] = {
+        "id": node.order,
+        "parent": node.parent,
+        "namespace": _label(node.namespace.salt),
+        "start": node.start,
+        "length": node.length,
+        "locks": node.locks,
+        "hits": node.hits,
+        "idle": node.idle,
+        "children": node.children,
+        "goes": node.goes,
+        "prompts": [int(rid) for rid in node.prompts],
+    }
+    if texts is not None:
+        view["head"] = "".join(pieces(texts, node.head.tolist()))
+    return view
+
+
+def _label(salt: str | None) -> str | None:
+    """Tells namespaces apart without giving a salt away, which may be somebody's secret."""
+    if salt is None:
+        return None
+    return hashlib.blake2s(salt.encode(), digest_size=2).hexdigest()
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 1)

@@ -1,0 +1,261 @@
+"""Hashes of token windows: at every offset of a prompt, or one a stride.
+
+Polynomial hashes modulo 2^64 over mixed tokens (Karp and Rabin, 1987), built by doubling: a window
+of 2n tokens is two windows of n. All arithmetic is whole-array and wraps on purpose. A hash only
+nominates; whoever uses one compares tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvweave.errors import IntegrityError
+from kvweave.kv.pool import IntArray
+
+HashArray: TypeAlias = npt.NDArray[np.uint64]
+
+_HALF = np.uint64(32)
+_BASE = 0x9E3779B97F4A7C15  # odd, so that no power of it loses bits
+_SPREAD = np.uint64(0xBF58476D1CE4E5B9)
+_FINAL = np.uint64(0x94D049BB133111EB)
+
+
+def window_hashes(tokens: IntArray, width: int, seed: int) -> HashArray:
+    """The hash of `tokens[i : i + width]` for every i: uint64 (max(0, len(tokens) - width + 1))."""
+    if len(tokens) < width:
+        return np.zeros(0, np.uint64)
+    single = _mixed(tokens)
+    hashes, length = single, 1
+    for bit in bin(width)[3:]:  # the width's binary digits, after the leading one
+        joined = hashes[:-length] * _power(length)
+        joined += hashes[length:]
+        hashes, length = joined, 2 * length
+        if bit == "1":
+            joined = hashes[:-1] * _power(1)
+            joined += single[length:]
+            hashes, length = joined, length + 1
+    return _finished(hashes, seed)
+
+
+def block_hashes(tokens: IntArray, width: int, seed: int) -> HashArray:
+    """`window_hashes(tokens, width, seed)[::width]`, for a fraction of the work."""
+    blocks = len(tokens) // width
+    powers = np.array([_power(width - 1 - i) for i in range(width)])
+    mixed = _mixed(tokens[: blocks * width]).reshape(blocks, width)
+    return _finished((mixed * powers).sum(axis=1, dtype=np.uint64), seed)
+
+
+def _power(exponent: int) -> np.uint64:
+    return np.uint64(pow(_BASE, exponent, 2**64))
+
+
+def _mixed(tokens: IntArray) -> HashArray:
+    """Neighbouring token ids become unrelated 64-bit numbers."""
+    hashes = tokens.astype(np.uint64)
+    hashes *= np.uint64(_BASE)
+    hashes ^= hashes >> _HALF
+    hashes *= _SPREAD
+    return hashes
+
+
+def _finished(hashes: HashArray, seed: int) -> HashArray:
+    """Fold the high half, which knows the order of tokens, into the low one, and spread both."""
+    hashes = hashes ^ np.uint64(seed)
+    hashes ^= hashes >> _HALF
+    hashes *= _FINAL
+    hashes ^= hashes >> _HALF
+    return hashes
+
+
+Offsets = npt.NDArray[np.intp]
+
+_NONE = -1
+
+
+class DoorTable:
+    """A hash table with chained buckets, in numpy arrays; a door is an index into them.
+
+    `num_slots` sizes the buckets once and for all: there is never a rehash, and so never a pause.
+    """
+
+    def __init__(self, num_slots: int, page_size: int, stride: int) -> None:
+        self._page_size = page_size
+        expected = max(num_slots // stride, 32)
+        self._bits = expected.bit_length()  # one to two buckets for every door of a full pool
+        self._heads = np.full(1 << self._bits, _NONE, np.int32)
+        self._first_on_page = np.full(-(-num_slots // page_size), _NONE, np.int32)
+        self._hash = np.zeros(0, np.uint64)
+        self._slot = np.zeros(0, np.int32)
+        self._next = np.zeros(0, np.int32)
+        """Next in the bucket, for the newest door of each hash; next free, for those not in use."""
+        self._newer = np.zeros(0, np.int32)
+        self._older = np.zeros(0, np.int32)
+        self._beside = np.zeros(0, np.int32)
+        """Another door of the same page."""
+        self._free = _NONE
+        self._count = 0
+        self._make_room(expected)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the whole table."""
+        return self._heads.nbytes + self._first_on_page.nbytes + sum(a.nbytes for a in self._fields)
+
+    # Asking.
+
+    def probe(self, hashes: HashArray) -> tuple[Offsets, IntArray]:
+        """Which of `hashes` have doors: their indices, ascending, and the newest door of each."""
+        doors = self._heads[(hashes >> np.uint64(64 - self._bits)).view(np.int64)]
+        at = np.flatnonzero(doors >= 0)
+        doors, found = doors[at], np.full(len(hashes), _NONE, np.int32)
+        while len(at):
+            same = self._hash[doors] == hashes[at]
+            found[at[same]] = doors[same]
+            doors = self._next[doors]
+            left = ~same & (doors >= 0)
+            at, doors = at[left], doors[left]
+        at = np.flatnonzero(found >= 0)
+        return at, found[at]
+
+    def slots(self, door: int, limit: int) -> list[int]:
+        """Up to `limit` slots with the hash of `door`, a newest one; newest first."""
+        slots: list[int] = []
+        while door >= 0 and len(slots) < limit:
+            slots.append(self._slots[door])
+            door = self._olders[door]
+        return slots
+
+    # Changing.
+
+    def open(self, hashes: HashArray, slots: IntArray) -> None:
+        """Add a door per hash, to the slot of its window's last token."""
+        while self._count + len(hashes) > len(self._hash):
+            self._make_room(2 * len(self._hash))
+        for hash_, slot in zip(hashes.tolist(), slots.tolist(), strict=True):
+            self._open(hash_, slot)
+
+    def close(self, pages: IntArray) -> None:
+        """Remove every door to `pages`."""
+        first = self._first_on_page[pages]
+        for door in first[first >= 0].tolist():
+            while door >= 0:
+                beside = self._besides[door]
+                self._close(door)
+                door = beside
+        self._first_on_page[pages] = _NONE
+
+    def clear(self) -> None:
+        """Remove every door."""
+        self._heads.fill(_NONE)
+        self._first_on_page.fill(_NONE)
+        self._count = 0
+        self._chain_free(0)
+
+    def _open(self, hash_: int, slot: int) -> None:
+        door = self._free
+        self._free = self._nexts[door]
+        self._hashes[door], self._slots[door] = hash_, slot
+        page = slot // self._page_size
+        self._besides[door] = self._firsts[page]
+        self._firsts[page] = door
+        bucket = hash_ >> (64 - self._bits)
+        before, twin = _NONE, self._head[bucket]
+        while twin >= 0 and self._hashes[twin] != hash_:
+            before, twin = twin, self._nexts[twin]
+        self._newers[door], self._olders[door] = _NONE, twin
+        if twin >= 0:
+            self._newers[twin] = door
+            self._nexts[door] = self._nexts[twin]
+            self._link(bucket, before, door)
+        else:
+            self._nexts[door] = self._head[bucket]
+            self._head[bucket] = door
+        self._count += 1
+
+    def _close(self, door: int) -> None:
+        newer, older = self._newers[door], self._olders[door]
+        if older >= 0:
+            self._newers[older] = newer
+        if newer >= 0:
+            self._olders[newer] = older
+        else:  # the newest of its hash stands in the bucket: the next older one takes its place
+            bucket = self._hashes[door] >> (64 - self._bits)
+            before, at = _NONE, self._head[bucket]
+            while at != door:
+                before, at = at, self._nexts[at]
+            if older >= 0:
+                self._nexts[older] = self._nexts[door]
+            self._link(bucket, before, older if older >= 0 else self._nexts[door])
+        self._nexts[door] = self._free
+        self._free = door
+        self._count -= 1
+
+    def _link(self, bucket: int, before: int, door: int) -> None:
+        if before >= 0:
+            self._nexts[before] = door
+        else:
+            self._head[bucket] = door
+
+    def _make_room(self, capacity: int) -> None:
+        used = len(self._hash)
+        self._hash, self._slot, self._next, self._newer, self._older, self._beside = (
+            np.concatenate((field, np.zeros(capacity - used, field.dtype)))
+            for field in self._fields
+        )
+        # Reading and writing single numbers is several times cheaper through these.
+        self._head, self._firsts = self._heads.data, self._first_on_page.data
+        self._hashes, self._slots = self._hash.data, self._slot.data
+        self._nexts, self._besides = self._next.data, self._beside.data
+        self._newers, self._olders = self._newer.data, self._older.data
+        self._chain_free(used)
+
+    def _chain_free(self, first: int) -> None:
+        """All doors from `first` on are free, and come before those that are free already."""
+        self._next[first:] = np.arange(first + 1, len(self._next) + 1)
+        self._next[-1] = self._free if first else _NONE
+        self._free = first
+
+    @property
+    def _fields(self) -> tuple[npt.NDArray[np.uint64] | IntArray, ...]:
+        return self._hash, self._slot, self._next, self._newer, self._older, self._beside
+
+    # Proving.
+
+    def check(self) -> None:
+        """Walk every bucket, ring and page; IntegrityError where they hold different doors."""
+        in_rings: set[int] = set()
+        for bucket in np.flatnonzero(self._heads >= 0).tolist():
+            at = self._head[bucket]
+            while at >= 0:
+                if self._hashes[at] >> (64 - self._bits) != bucket or self._newers[at] != _NONE:
+                    raise IntegrityError(f"door {at} stands in a bucket where it does not belong")
+                in_rings.update(self._ring(at))
+                at = self._nexts[at]
+        on_pages: set[int] = set()
+        for page in np.flatnonzero(self._first_on_page >= 0).tolist():
+            door = self._firsts[page]
+            while door >= 0:
+                if self._slots[door] // self._page_size != page:
+                    raise IntegrityError(f"door {door} is filed under a page that is not its own")
+                on_pages.add(door)
+                door = self._besides[door]
+        if in_rings != on_pages or len(in_rings) != self._count:
+            raise IntegrityError(
+                f"of {self._count} doors, {len(in_rings)} can be found by hash "
+                f"and {len(on_pages)} by page"
+            )
+
+    def _ring(self, newest: int) -> list[int]:
+        ring, door = [newest], self._olders[newest]
+        while door >= 0:
+            if self._hashes[door] != self._hashes[newest] or self._newers[door] != ring[-1]:
+                raise IntegrityError(f"door {door} hangs in a ring where it does not belong")
+            ring.append(door)
+            door = self._olders[door]
+        return ring

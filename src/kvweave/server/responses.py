@@ -1,0 +1,234 @@
+"""Single tokens as text and bytes, for log probabilities.
+
+A token may be half a character; its bytes are exact, its text then reads `bytes:\\xe2\\x82`, as
+OpenAI's completions have it, so that two such tokens stay two keys.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+from kvweave.engine.types import Completion, OutputDelta
+from kvweave.prefix.plan import Tier
+from kvweave.server.protocol import GenerationBody
+from kvweave.server.request_metrics import Trace, usage_body
+from kvweave.server.streaming import Batch
+
+_SPIECE_SPACE = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: GPT-2's encoder.py, inverted.
+
+    Printable bytes stand for themselves; the others are numbered from U+0100 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    shifted = {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+class TokenTexts:
+    """Text and bytes per token id, remembered. `tokenizer` is a transformers tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids)
+        self._alphabet = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
+        self.of = lru_cache(maxsize=65536)(self._of)
+        """of(token_id) -> (text, its bytes)."""
+
+    def width(self, token_id: int, shows_special: bool) -> int:
+        """Characters that begin in this token, which is where the next one's text begins."""
+        if token_id in self._special and not shows_special:
+            return 0
+        return sum(byte & 0xC0 != 0x80 for byte in self.of(token_id)[1])
+
+    def _of(self, token_id: int) -> tuple[str, bytes]:
+        raw = self._bytes(token_id)
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
+
+    def _bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:  # the vocabulary is smaller than the model's output
+            return b""
+        if token_id in self._special:
+            return str(token).encode()
+        if self._alphabet is not None:
+            if all(letter in self._alphabet for letter in token):
+                return bytes(self._alphabet[letter] for letter in token)
+            return str(token).encode()  # an added token, written as it is
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return str(token).replace(_SPIECE_SPACE, " ").encode()
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether one token of every byte exists in GPT-2's spelling; a space is then 'Ġ'."""
+    vocabulary = tokenizer.get_vocab()
+    return "\u0120" in vocabulary and _SPIECE_SPACE not in vocabulary
+
+
+def finite(logprob: float | None) -> float | None:
+    """A log probability that JSON can hold: minus infinity becomes -9999, as elsewhere."""
+    return None if logprob is None else max(logprob, -9999.0)
+
+
+class Format(Protocol):
+    """How one endpoint spells choices. `place` is the prompt's index in the request."""
+
+    whole: str
+    chunk: str
+    """The `object` of a plain answer and of a stream's events."""
+
+    def choice(self, place: int, answer: Completion) -> dict[str, Any]:
+        """A whole answer, all but its `index`."""
+        ...
+
+    def pieces(self, place: int, delta: OutputDelta) -> Iterable[tuple[int, dict[str, Any]]]:
+        """What a delta adds to a stream: (answer's index in its prompt, choice without `index`)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What surrounds the choices."""
+
+    id: str
+    model: str
+    body: GenerationBody
+    traces: Sequence[Trace]
+    order: dict[str, Any] | None = None
+    """In which order a prompt's parts were used, if the client left that open."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def answers(self) -> int:
+        """How many answers every prompt gets."""
+        return self.body.n or 1
+
+    def around(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An object of OpenAI's `kind` with these choices."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
+
+    def plan(self, place: int, delta: OutputDelta) -> list[dict[str, Any]]:
+        """Where the KV of a prompt came from, as spans; what none of them covers was computed."""
+        # Usage is that of the first admission, the spans are those of the latest.
+        cached = min([delta.usage.cached_tokens, *(span.start for span in delta.plan)])
+        exact = {"start": 0, "length": cached, "tier": Tier.EXACT.value, "donor": None}
+        spans = [{"prompt": place, **exact, "donor_start": 0}] if cached else []
+        for span in delta.plan:
+            spans.append(
+                {
+                    "prompt": place,
+                    "start": span.start,
+                    "length": span.length,
+                    "tier": span.tier.value,
+                    "donor": span.donor,
+                    "donor_start": span.donor_start,
+                }
+            )
+        return spans
+
+
+class PlainWriter:
+    """Collects everything and writes it as one object."""
+
+    def __init__(self, envelope: Envelope, form: Format) -> None:
+        self._envelope = envelope
+        self._form = form
+        self._answers: dict[tuple[int, int], Completion] = {}
+        self._plans: dict[int, list[dict[str, Any]]] = {}
+
+    def add(self, batch: Batch) -> Iterable[dict[str, Any]]:
+        """Collect; there is nothing to send yet."""
+        for place, delta in batch:
+            self._answer(place, delta.index).extend(delta)
+            if place not in self._plans:
+                self._plans[place] = self._envelope.plan(place, delta)
+        return ()
+
+    def end(self) -> dict[str, Any]:
+        """The answer, with all choices in order."""
+        envelope = self._envelope
+        for place in range(len(envelope.traces)):
+            first = self._answer(place, 0).prompt_logprobs
+            for index in range(1, envelope.answers):
+                self._answer(place, index).prompt_logprobs = first
+        choices = [
+            {"index": number, **self._form.choice(place, self._answers[place, index])}
+            for number, (place, index) in enumerate(sorted(self._answers))
+        ]
+        answer = envelope.around(self._form.whole, choices)
+        answer["usage"] = usage_body(envelope.traces)
+        if envelope.order is not None:
+            answer["kvweave_order"] = envelope.order
+        if envelope.body.return_plan:
+            answer["kvweave_plan"] = [
+                span for place in sorted(self._plans) for span in self._plans[place]
+            ]
+        return answer
+
+    def _answer(self, place: int, index: int) -> Completion:
+        # One that never got a delta was aborted before its first token.
+        return self._answers.setdefault((place, index), Completion(finish_reason="abort"))
+
+
+class StreamWriter:
+    """Writes every delta as soon as it comes."""
+
+    def __init__(self, envelope: Envelope, form: Format) -> None:
+        self._envelope = envelope
+        self._form = form
+        self._planned: set[int] = set()
+        self._order = envelope.order
+        options = envelope.body.stream_options
+        self._usage_at_end = options is not None and options.include_usage
+        self._usage_always = options is not None and options.continuous_usage_stats
+
+    def add(self, batch: Batch) -> Iterable[dict[str, Any]]:
+        """One event per choice that got longer."""
+        envelope = self._envelope
+        for place, delta in batch:
+            plan = None
+            if envelope.body.return_plan and place not in self._planned:
+                self._planned.add(place)
+                plan = envelope.plan(place, delta)
+            for index, choice in self._form.pieces(place, delta):
+                number = place * envelope.answers + index
+                event = envelope.around(self._form.chunk, [{"index": number, **choice}])
+                if self._usage_always:
+                    event["usage"] = usage_body(envelope.traces)
+                elif self._usage_at_end:
+                    event["usage"] = None
+                if plan is not None:
+                    event["kvweave_plan"] = plan
+                    plan = None
+                if self._order is not None:
+                    event["kvweave_order"] = self._order
+                    self._order = None
+                yield event
+
+    def end(self) -> dict[str, Any] | None:
+        """The event with the usage of the whole request, if it was asked for."""
+        if not self._usage_at_end:
+            return None
+        event = self._envelope.around(self._form.chunk, [])
+        event["usage"] = usage_body(self._envelope.traces)
+        return event

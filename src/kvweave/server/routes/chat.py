@@ -1,0 +1,101 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from kvweave.engine.types import Completion, OutputDelta, TokenLogprob
+from kvweave.server.protocol import ChatBody
+from kvweave.server.reordering import ordered
+from kvweave.server.responses import TokenTexts, finite
+from kvweave.server.schemas import ChatCompletion, ChatCompletionChunk, answers
+from kvweave.server.service import Service
+
+
+def chat_router(service: Service) -> APIRouter:
+    """The route, bound to `service`."""
+    router = APIRouter()
+
+    @router.post(
+        "/v1/chat/completions",
+        response_class=Response,
+        responses=answers(ChatCompletion, 404, 429, event=ChatCompletionChunk),
+    )
+    async def create_chat_completion(body: ChatBody) -> Response:
+        service.card.require(body.model)
+        limit = body.max_tokens
+        if body.max_completion_tokens is not None:  # the newer name of the same limit
+            limit = body.max_completion_tokens
+        scored = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = body.sampling(max_tokens=limit, logprobs=scored)
+        tools = None if body.tool_choice == "none" else body.tools
+        reader, options, order = service.reader, body.chat_template_kwargs, None
+        if body.reorder is None:
+            prompt = await reader.conversation(body.messages, tools, options)
+        else:
+            prompt, order = await ordered(reader, service.engine, body, body.reorder, tools)
+        form = _ChatFormat(service.texts, scored=scored is not None)
+        return service.respond(
+            body,
+            [prompt.ids],
+            sampling,
+            form,
+            endpoint="chat",
+            id_prefix="chatcmpl-",
+            protected_from=prompt.last_turn,
+            order=order,
+        )
+
+    return router
+
+
+class _ChatFormat:
+    """Writes messages of the assistant."""
+
+    whole, chunk = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, texts: TokenTexts, *, scored: bool) -> None:
+        self._texts = texts
+        self._scored = scored
+        self._begun: set[int] = set()
+
+    def choice(self, place: int, answer: Completion) -> dict[str, Any]:
+        return {
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._logprobs(answer.logprobs),
+            "finish_reason": answer.finish_reason,
+            "matched_stop": answer.matched_stop,
+        }
+
+    def pieces(self, place: int, delta: OutputDelta) -> Iterable[tuple[int, dict[str, Any]]]:
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            yield delta.index, self._piece({"role": "assistant", "content": "", "refusal": None})
+        if delta.text or delta.logprobs:
+            yield delta.index, self._piece({"content": delta.text}, self._logprobs(delta.logprobs))
+        if delta.finish_reason is not None:
+            end = {"finish_reason": delta.finish_reason, "matched_stop": delta.matched_stop}
+            yield delta.index, {**self._piece({}), **end}
+
+    def _piece(self, delta: dict[str, Any], logprobs: Any = None) -> dict[str, Any]:
+        return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _logprobs(self, scores: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._scored:
+            return None
+        content = [
+            {
+                **self._token(score.token_id, score.logprob),
+                "top_logprobs": [self._token(*alternative) for alternative in score.top],
+            }
+            for score in scores
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        text, raw = self._texts.of(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}

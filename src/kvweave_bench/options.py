@@ -1,0 +1,37 @@
+"""What every bench can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What every bench can be told; the command line is derived from it, like all flags."""
+
+    model: str | None = _flag(None, "Model to measure with; the packaged one without it.")
+    n: int | None = _flag(None, "How many cases or rounds; the bench's own number without it.")
+    seed: int = _flag(0, "Chooses texts and orders; the same seed gives the same prompts.")
+    quick: bool = _flag(False, "A smoke test in seconds: small, few, and no figures to quote.")
+
+    html: str | None = _flag(None, "File for a page with plots (bench quality).")
+    cells: str | None = _flag(None, "Kinds of prompts, by commas; all without it (bench quality).")
+    arms: str | None = _flag(
+        None, "What is compared, as in copy/0,zero-mask/0; all without it (bench quality)."
+    )
+
+    SPECIAL: ClassVar[tuple[str, ...]] = ("html", "cells", "arms")
+    """Options that only some benches take."""
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.n is not None and self.n < 1:
+            found.append(f"--n must be above 0, not {self.n}")
+        if self.seed < 0:
+            found.append(f"--seed must not be negative, but is {self.seed}")
+        return found

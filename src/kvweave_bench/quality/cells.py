@@ -1,0 +1,273 @@
+"""The ways in which text comes back, each as prompts with known answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvweave.errors import KvweaveError
+from kvweave.kv.pool import IntArray
+from kvweave_bench.quality import control, decoys, reworded
+from kvweave_bench.quality.writer import Asked, Case, Writer
+
+_PASSAGE = 256
+_DOCUMENT = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One kind of prompt. `build` writes the case of a given number.
+
+    `weight`: cases per --n. `answer`: most tokens of an answer. `lives`: caches are not emptied
+    between cases, and earlier cases are the donors. `all_arms` is False where nothing is moved that
+    a refresh could improve; `rerun` where nothing is reused at all. `provider` nominates donors.
+    `like` names the cell whose prompts these are. `against`: who nominates for the answers that
+    everything is compared with; nobody does, and they are cold, unless it is said.
+    """
+
+    name: str
+    summary: str
+    build: Callable[[Writer, int], Case]
+    weight: int = 1
+    answer: int = 24
+    lives: bool = False
+    all_arms: bool = True
+    rerun: bool = False
+    provider: str = "spans"
+    like: str = ""
+    against: str | None = None
+
+
+def moved(length: int) -> Callable[[Writer, int], Case]:
+    """One stretch of a manual, another instruction before it and another question after it."""
+
+    def build(writer: Writer, _: int) -> Case:
+        document = writer.corpus.take(writer.length(length))
+        about = str(writer.rng.choice(_ABOUT_A_DOCUMENT))
+        return Case((writer.prompt(document),), writer.prompt(document, about), about)
+
+    return build
+
+
+def reordered(documents: int) -> Callable[[Writer, int], Case]:
+    """A bank's documents in another order, no two neighbours as before; one is asked for."""
+
+    def build(writer: Writer, _: int) -> Case:
+        held = writer.documents(documents, writer.length(_PASSAGE))
+        about = f"What does the document '{held[int(writer.rng.integers(documents))][0]}' say?"
+        parts = [tokens for _, tokens in held]
+        donor = writer.prompt(np.concatenate(parts))
+        body = np.concatenate([parts[at] for at in _shuffled(writer, documents)])
+        return Case((donor,), writer.prompt(body, about), about)
+
+    return build
+
+
+def moved_fact(writer: Writer, _: int) -> Case:
+    """One text, another instruction before it; a fact in it is asked for."""
+    asked = writer.asked(writer.length(_DOCUMENT))
+    return _case(asked, (writer.prompt(asked.passage),), asked.passage, writer)
+
+
+def reordered_fact(passages: int) -> Callable[[Writer, int], Case]:
+    """The same passages in another order, no two of them neighbours as before."""
+
+    def build(writer: Writer, _: int) -> Case:
+        held = [writer.asked(writer.length(_PASSAGE)) for _ in range(passages)]
+        order = _shuffled(writer, passages)
+        donor = writer.prompt(_joined(held))
+        asked = held[int(writer.rng.integers(passages))]
+        return _case(asked, (donor,), _joined([held[at] for at in order]), writer)
+
+    return build
+
+
+def several_donors(writer: Writer, _: int) -> Case:
+    """Six passages, two from each of three earlier prompts of three."""
+    length = writer.length(_PASSAGE)
+    prompts = [[writer.asked(length) for _ in range(3)] for _ in range(3)]
+    picked = [held[at] for held in prompts for at in writer.rng.choice(3, 2, replace=False)]
+    mixed = [picked[at] for at in writer.rng.permutation(len(picked))]
+    donors = tuple(writer.prompt(_joined(held)) for held in prompts)
+    return _case(mixed[int(writer.rng.integers(len(mixed)))], donors, _joined(mixed), writer)
+
+
+def shifted_header(writer: Writer, _: int) -> Case:
+    """A conversation goes on by one turn, behind a system message that has become longer."""
+    turns = [writer.asked(writer.length(_PASSAGE)) for _ in range(4)]
+    history: list[tuple[str, IntArray]] = []
+    for turn in turns:
+        said = np.concatenate([turn.passage, writer.tokens(f"\n\n{turn.question}")])
+        history += [("user", said), ("assistant", writer.tokens(turn.stated))]
+    then, now = (writer.tokens(_HEADER.format(more)) for more in ("", _MORE))
+    asked = turns[int(writer.rng.integers(len(turns)))]
+    question = f"Once more, please: {asked.question}"
+    donor = writer.chat.prompt(("system", then), *history[:-1])
+    recipient = writer.chat.prompt(("system", now), *history, ("user", writer.tokens(question)))
+    return Case((donor,), recipient, question, asked.stated, asked.gold)
+
+
+def repeated(writer: Writer, _: int) -> Case:
+    """The very same prompt."""
+    asked = writer.asked(writer.length(_DOCUMENT))
+    recipient = writer.prompt(asked.passage, asked.question)
+    return Case((recipient,), recipient, asked.question, asked.stated, asked.gold)
+
+
+def alone(writer: Writer, _: int) -> Case:
+    """A prompt that nothing came before."""
+    asked = writer.asked(writer.length(_DOCUMENT))
+    recipient = writer.prompt(asked.passage, asked.question)
+    return Case((), recipient, asked.question, asked.stated, asked.gold)
+
+
+def _in_other_words(
+    name: str, summary: str, build: Callable[[Writer, int], Case]
+) -> tuple[Cell, Cell, Cell]:
+    """What all of the reuse costs, what it costs without the other words, and what these cost."""
+    whole = Cell(name=name, summary=summary, build=build, provider="semantic")
+    without = replace(
+        whole,
+        name=f"{name}-moved",
+        summary="the same prompts, of which only what is there word for word is served",
+        provider="spans",
+        like=name,
+    )
+    alone = replace(
+        whole,
+        name=f"{name}-alone",
+        summary="the same prompts, compared not with cold answers but with those",
+        like=name,
+        against="spans",
+    )
+    return whole, without, alone
+
+
+def choose_cells(names: str | None) -> list[Cell]:
+    """Cells out of `name,name`, all of them without names; KvweaveError for what is none."""
+    if names is None:
+        return list(CELLS)
+    known = {cell.name: cell for cell in CELLS}
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in known:
+            raise KvweaveError(f"cells are {', '.join(known)}, not {name!r}")
+    return [known[name] for name in wanted]
+
+
+CELLS = (
+    Cell(
+        name="moved",
+        summary="one document of 1,024 tokens behind another wrapper",
+        build=moved(_DOCUMENT),
+    ),
+    Cell(
+        name="moved-4k",
+        summary="one document of 4,096 tokens behind another wrapper",
+        build=moved(4 * _DOCUMENT),
+    ),
+    Cell(
+        name="moved-fact",
+        summary="1,024 tokens of mixed sentences behind another wrapper, a fact in them asked for",
+        build=moved_fact,
+    ),
+    Cell(
+        name="reordered",
+        summary="four documents of 256 tokens in another order",
+        build=reordered(4),
+    ),
+    Cell(
+        name="reordered-8",
+        summary="eight documents of 256 tokens in another order",
+        build=reordered(8),
+    ),
+    Cell(
+        name="reordered-fact",
+        summary="four passages of 256 tokens of mixed sentences in another order, a fact asked for",
+        build=reordered_fact(4),
+    ),
+    Cell(
+        name="reordered-fact-8",
+        summary="eight such passages in another order",
+        build=reordered_fact(8),
+    ),
+    Cell(
+        name="multi-donor",
+        summary="six passages of 256 tokens out of three earlier prompts",
+        build=several_donors,
+    ),
+    Cell(
+        name="near-duplicate",
+        summary="a document that differs from the donor's in one fact, which is asked for",
+        build=decoys.near_duplicate,
+        weight=5,
+        answer=16,
+    ),
+    Cell(
+        name="multi-turn",
+        summary="a conversation goes on behind a longer system message",
+        build=shifted_header,
+    ),
+    *_in_other_words(
+        "paraphrase",
+        "a document in which one sentence says the same in other words",
+        reworded.reworded,
+    ),
+    *_in_other_words(
+        "paraphrase-fact",
+        "a document in which four sentences do; a fact that one of them states is asked for",
+        reworded.reworded_facts,
+    ),
+    Cell(
+        name="repeat",
+        summary="the very same prompt again",
+        build=repeated,
+        all_arms=False,
+    ),
+    Cell(
+        name="rerun",
+        summary="a prompt computed twice from its first token on, in chunks of another size: noise",
+        build=alone,
+        rerun=True,
+    ),
+    Cell(
+        name="unrelated",
+        summary="arithmetic with nothing in common but the examples at the prompts' beginning",
+        build=control.arithmetic,
+        weight=9,
+        answer=32,
+        lives=True,
+        all_arms=False,
+    ),
+)
+_ABOUT_A_DOCUMENT = (
+    "What is this text about?",
+    "Which programs are named in it?",
+    "What should a newcomer be warned about?",
+    "What has to be done first?",
+    "Summarise the last part in one sentence.",
+)
+_HEADER = "You are a helpful assistant. Answer in one short sentence.{}"
+_MORE = (
+    " This conversation was resumed after a break; the user has read all earlier answers and does "
+    "not need to be reminded of them."
+)
+
+
+def _shuffled(writer: Writer, count: int) -> IntArray:
+    """An order in which nobody follows whom it followed."""
+    order = writer.rng.permutation(count)
+    while np.any(np.diff(order) == 1):
+        order = writer.rng.permutation(count)
+    return order.astype(np.int32)
+
+
+def _joined(passages: list[Asked]) -> IntArray:
+    return np.concatenate([each.passage for each in passages])
+
+
+def _case(asked: Asked, donors: tuple[IntArray, ...], body: IntArray, writer: Writer) -> Case:
+    recipient = writer.prompt(body, asked.question)
+    return Case(donors, recipient, asked.question, asked.stated, asked.gold)

@@ -1,0 +1,132 @@
+"""The engine against plain transformers: long contexts, short additions, many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+
+from kvweave.config import CacheConfig, EngineConfig
+from kvweave_bench.base import Bench
+from kvweave_bench.driver import Answer, Driver
+from kvweave_bench.measure import Against, alternate, row
+from kvweave_bench.reference import Reference, plain_transformers
+from kvweave_bench.report import Row
+from kvweave_bench.setting import Setting
+
+_CONTEXT, _QUICK_CONTEXT = 4096, 512
+_APPENDED = 15
+_DECODED = 16
+_WARM_UP = 1
+_TOGETHER, _TOGETHER_PROMPT, _TOGETHER_OUTPUT = 8, 128, 32
+_DECODE_STEPS = _TOGETHER_OUTPUT - 1
+_OURS, _THEIRS, _ALONE = "kvweave", "transformers", "one after another"
+
+
+def measure(setting: Setting) -> list[Row]:
+    """Three figures against transformers with its dynamic cache, and one against ourselves."""
+    context = _QUICK_CONTEXT if setting.quick else _CONTEXT
+    with plain_transformers(setting.loaded) as reference:
+        rows = _prefill(setting, reference, context)
+        rows += _decode_and_append(setting, reference, context)
+    return rows + _decode_together(setting)
+
+
+def _prefill(setting: Setting, reference: Reference, context: int) -> list[Row]:
+    """A prompt that nobody has seen, until its first token is known."""
+    prompts = [setting.corpus.take(context) for _ in range(setting.n + _WARM_UP)]
+    driver = _driver(setting, "none", 2 * context)
+
+    def ours(index: int) -> float:
+        return driver.serve([prompts[index]])[0].first_token_seconds
+
+    def theirs(index: int) -> float:
+        return reference.prefill(prompts[index])
+
+    return _raced(setting, f"prefill_{context}", ours, theirs)
+
+
+def _decode_and_append(setting: Setting, reference: Reference, context: int) -> list[Row]:
+    """One long context that both arms keep cached: tokens decoded after it, prompts added to it."""
+    prefix = setting.corpus.take(context)
+    added = [setting.corpus.take(_APPENDED) for _ in range(setting.n + _WARM_UP)]
+    driver = _driver(setting, "radix", 2 * context)
+    driver.serve([prefix])
+    reference.prefill(prefix)
+
+    def decode(_: int) -> float:
+        return _per_token(driver.serve([prefix], max_tokens=_DECODED + 1)[0])
+
+    def their_decode(_: int) -> float:
+        return float(np.median(reference.decode(_DECODED)))
+
+    def append(index: int) -> float:
+        prompt = np.concatenate([prefix, added[index]])
+        return driver.serve([prompt])[0].first_token_seconds
+
+    def their_append(index: int) -> float:
+        return reference.append(added[index])
+
+    rows = _raced(setting, f"decode_after_{context}", decode, their_decode)
+    return rows + _raced(setting, f"append_{_APPENDED}_after_{context}", append, their_append)
+
+
+def _raced(
+    setting: Setting, metric: str, ours: Callable[[int], float], theirs: Callable[[int], float]
+) -> list[Row]:
+    """Milliseconds of both arms in alternation."""
+    with setting.progress(metric, 2 * (setting.n + _WARM_UP)) as advance:
+        arms = {_OURS: ours, _THEIRS: theirs}
+        taken = alternate(arms, setting.n, warm_up=_WARM_UP, progress=advance)
+    our_ms, their_ms = ([1e3 * each for each in taken[name]] for name in (_OURS, _THEIRS))
+    return [
+        row(metric, _OURS, our_ms, "ms", Against(_THEIRS, their_ms)),
+        row(metric, _THEIRS, their_ms, "ms"),
+    ]
+
+
+def _decode_together(setting: Setting) -> list[Row]:
+    """Tokens per second of several answers decoded in one batch, and of the same one by one."""
+    prompts = [setting.corpus.take(_TOGETHER_PROMPT) for _ in range(_TOGETHER)]
+    driver = _driver(setting, "none", 2 * _TOGETHER * (_TOGETHER_PROMPT + _TOGETHER_OUTPUT))
+
+    def together(_: int) -> float:
+        answers = driver.serve(prompts, max_tokens=_TOGETHER_OUTPUT)
+        began = max(each.first_token_seconds for each in answers)
+        return _DECODE_STEPS * _TOGETHER / (max(each.token_seconds[-1] for each in answers) - began)
+
+    def alone(_: int) -> float:
+        answers = [driver.serve([prompt], max_tokens=_TOGETHER_OUTPUT)[0] for prompt in prompts]
+        taken = sum(each.token_seconds[-1] - each.first_token_seconds for each in answers)
+        return _DECODE_STEPS * _TOGETHER / taken
+
+    metric = f"decode_batch_{_TOGETHER}"
+    with setting.progress(f"{_TOGETHER} answers", 2 * (setting.n + _WARM_UP)) as advance:
+        arms = {"together": together, _ALONE: alone}
+        figures = alternate(arms, setting.n, warm_up=_WARM_UP, progress=advance)
+    against = Against(_ALONE, figures[_ALONE], larger_is_better=True)
+    return [
+        row(metric, "together", figures["together"], "tokens/s", against),
+        row(metric, _ALONE, figures[_ALONE], "tokens/s"),
+    ]
+
+
+def _per_token(answer: Answer) -> float:
+    """Median seconds between two tokens, the first left out: it belongs to the prompt."""
+    return float(np.median([after - before for before, after in pairwise(answer.token_seconds)]))
+
+
+def _driver(setting: Setting, backend: str, slots: int) -> Driver:
+    cache = CacheConfig(prefix_cache_backend=backend, max_total_tokens=slots)
+    return Driver(setting.loaded, EngineConfig(model=setting.model_config, cache=cache))
+
+
+BENCH = Bench(
+    name="engine",
+    summary="Prefill, decoding and appending against transformers; decoding together against alone",
+    counts="rounds",
+    n=7,
+    quick_n=1,
+    measure=measure,
+)

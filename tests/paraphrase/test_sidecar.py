@@ -1,0 +1,72 @@
+"""Processes that answer with matrices, and end with whoever asks them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvweave.paraphrase.model_subprocess import Sidecar
+
+LENGTHS = """
+import numpy as np
+from kvweave.paraphrase.model_subprocess import serve
+
+def lengths(texts):
+    print("printed by a library")
+    return np.array([[len(text)] for text in texts], np.float32)
+
+if __name__ == "__main__":
+    serve(lambda: lengths, ["warm"])
+"""
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sidecar:
+    (tmp_path / "lengths.py").write_text(LENGTHS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return Sidecar("one who counts", "lengths")
+
+
+def test_it_answers_closes_and_comes_back_after_it_was_killed(sidecar: Sidecar) -> None:
+    assert sidecar.ask(["a", "bcd\n"]).tolist() == [[1.0], [4.0]]
+    [process] = sidecar._running
+    process.kill()
+    process.wait()
+    with pytest.raises(RuntimeError, match="the one who counts has died"):
+        sidecar.ask(["a"])
+    found = sidecar.ask(["ab"])
+    assert found.dtype == np.float32
+    assert found.tolist() == [[2.0]]
+    [process] = sidecar._running
+    sidecar.close()
+    sidecar.close()
+    assert process.poll() is not None
+
+
+def test_who_ends_while_it_embeds_says_nothing() -> None:
+    """Whatever embedder runs then: the second one, too."""
+    code = """
+import sys, time
+from kvweave.paraphrase.embedding_queue import Desk
+from kvweave.paraphrase.model_subprocess import Sidecar
+
+class Embedder:
+    def __init__(self):
+        self.process = Sidecar("embedder", "time")
+        self.process.close()
+        self.process._command[1:] = ["-c", "import time; time.sleep(600)"]
+    def encode(self, texts):
+        return self.process.ask(texts)
+
+desk = Desk(Embedder(), quiet=0.01)
+desk.vectors(["a"], 0.01)
+while not desk._working:
+    time.sleep(0.01)
+time.sleep(0.2)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

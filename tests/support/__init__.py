@@ -1,0 +1,1 @@
+"""Kits that several tests share: engines, worlds, servers, models."""

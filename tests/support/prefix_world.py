@@ -1,0 +1,252 @@
+"""A cache under test beside a naive model of what each of its pages holds.
+
+The model knows a page by (namespace, all tokens up to its end), as bytes: the only thing that KV
+can depend on. Clients do what a scheduler does, and every step is compared with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvweave.kv.pool import IntArray, PagePool
+from kvweave.kv.relocation import MoveRun
+from kvweave.prefix.contract import CacheOptions
+from kvweave.prefix.lease import Namespace, RequestView
+from kvweave.prefix.registry import create_cache
+
+NS = Namespace("model")
+Content: TypeAlias = tuple[Namespace, bytes]
+
+
+def tokens_of(values: Sequence[int] | IntArray | range) -> IntArray:
+    return np.array(values, np.int32)
+
+
+def text(pages: float, page_size: int, seed: int = 0) -> IntArray:
+    """A prompt that shares no page with one of another seed."""
+    length = round(pages * page_size)
+    return np.random.default_rng(seed).integers(0, 50_000, length).astype(np.int32)
+
+
+class RecordingMover:
+    """Moves nothing, and remembers what it was asked to move."""
+
+    refusal = None
+
+    def __init__(self) -> None:
+        self.runs: list[MoveRun] = []
+
+    def move(self, runs: Sequence[MoveRun]) -> None:
+        self.runs.extend(runs)
+
+
+class World:
+    def __init__(self, backend: str, page_size: int, num_pages: int = 64, **options: Any) -> None:
+        self.pool = PagePool(num_pages, page_size)
+        self.cache = create_cache(backend, self.pool, CacheOptions(**options), RecordingMover())
+        self.page_size = page_size
+        self.keeps = backend != "none"
+        self.lossy = False
+        """Whether the backend may keep, and so find, less than all that was published."""
+        self.content: list[Content | None] = [None] * num_pages
+        self.cached: set[Content] = set()
+        """What should be resident, each exactly once."""
+        self.live: list[Client] = []
+        self._rids = count()
+
+    def view(
+        self, tokens: Sequence[int] | IntArray, namespace: Namespace = NS, **more: Any
+    ) -> RequestView:
+        return RequestView(f"r{next(self._rids)}", tokens_of(tokens), namespace, **more)
+
+    def match(
+        self, tokens: Sequence[int] | IntArray, namespace: Namespace = NS, **more: Any
+    ) -> int:
+        return self.cache.match(self.view(tokens, namespace, **more))
+
+    def start(
+        self, tokens: Sequence[int] | IntArray, namespace: Namespace = NS, **more: Any
+    ) -> Client:
+        """Lease, as a scheduler does when it admits a request."""
+        return self.admit(self.view(tokens, namespace, **more))
+
+    def admit(self, view: RequestView) -> Client:
+        expected = self.longest_prefix(view)
+        assert self.cache.match(view) == expected
+        before = self.cache.cached_pages
+        client = Client(self, view)
+        self.forget(before - self.cache.cached_pages)  # room for moved KV is made at once
+        assert client.lease.plan.exact == expected
+        self.live.append(client)
+        return client
+
+    def run(
+        self, tokens: Sequence[int] | IntArray, namespace: Namespace = NS, **more: Any
+    ) -> Client:
+        """Start and compute the whole prompt."""
+        client = self.start(tokens, namespace, **more)
+        assert client.compute()
+        return client
+
+    def serve(
+        self, tokens: Sequence[int] | IntArray, namespace: Namespace = NS, **more: Any
+    ) -> None:
+        """A whole request: start, be counted, compute, finish."""
+        client = self.start(tokens, namespace, **more)
+        self.cache.record(client.lease)
+        assert client.compute()
+        client.release()
+
+    def evict(self, pages: int) -> int:
+        could = self.cache.evictable_pages
+        freed = self.cache.evict(pages)
+        assert freed == min(pages, could)
+        self.forget(freed)
+        return freed
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self.forget(len(self.cached))
+        assert not self.cached
+
+    def forget(self, freed: int) -> None:
+        """The cache evicted: the model follows, once it is sure that this was allowed."""
+        left = set(self.resident())
+        assert left <= self.cached
+        assert len(self.cached) - len(left) == freed
+        held = {held for client in self.live for held in client.published()}
+        assert held <= left, "something was evicted that a live request holds"
+        self.cached = left
+
+    def resident(self) -> list[Content]:
+        """What the cache's pages hold, by what was written into them."""
+        pages = [page for run in self.cache.resident() for page in run.tolist()]
+        held = [self.content[page] for page in pages]
+        return [content for content in held if content is not None]
+
+    def longest_prefix(self, view: RequestView) -> int:
+        """What a match should find: the naive way."""
+        if self.lossy:
+            return self.cache.match(view)
+        limit = max(0, len(view.tokens) - 1)
+        if view.max_exact is not None:
+            limit = min(limit, view.max_exact)
+        end = 0
+        while end + self.page_size <= limit:
+            prefix = view.tokens[: end + self.page_size].tobytes()
+            if (view.namespace, prefix) not in self.cached:
+                break
+            end += self.page_size
+        return end
+
+    def check(self) -> None:
+        """Everything adds up, and every page holds what whoever reads it expects."""
+        self.cache.check([client.lease for client in self.live])
+        assert self.cache.cached_pages == len(self.cached)
+        resident = self.resident()
+        assert len(resident) == self.cache.cached_pages
+        assert set(resident) == self.cached
+        held = {content for client in self.live for content in client.published()}
+        assert self.cache.evictable_pages == len(self.cached - held)
+        page = 4 * self.page_size
+        for namespace, prefix in self.cached:
+            assert len(prefix) == page or (namespace, prefix[:-page]) in self.cached
+        for client in self.live:
+            expected = client.published()
+            assert [self.content[p] for p in client.lease.pages[: len(expected)]] == expected
+
+
+class Client:
+    """One request, as its scheduler drives it."""
+
+    def __init__(self, world: World, view: RequestView) -> None:
+        self.world = world
+        self.view = view
+        self.tokens = view.tokens
+        self.lease = world.cache.lease(view)
+        self.done = 0
+        """Of the plan's positions to compute, then of the output."""
+        self.frontier = self.lease.plan.frontier(0)
+        self._contents: list[Content] = []
+
+    @property
+    def left(self) -> int:
+        """Prompt positions still to compute."""
+        return len(self.lease.plan.compute) - self.done
+
+    def compute(self, positions: int | None = None) -> bool:
+        """Compute the next positions of the prompt, all by default; False if there is no room."""
+        positions = self.left if positions is None else min(positions, self.left)
+        chosen = self.lease.plan.compute[self.done : self.done + positions]
+        if not len(chosen):
+            return True
+        if not self._grow(int(chosen[-1]) + 1):
+            return False
+        self.done += len(chosen)
+        self._computed(chosen, self.lease.plan.frontier(self.done))
+        return True
+
+    def decode(self, *output: int) -> bool:
+        """Append tokens, and compute them one by one; False if there is no room for one."""
+        for token in output:
+            self.tokens = np.append(self.tokens, np.int32(token))
+            if not self._grow(len(self.tokens)):
+                self.tokens = self.tokens[:-1]
+                return False
+            self._computed(tokens_of([len(self.tokens) - 1]), len(self.tokens))
+        return True
+
+    def publish(self) -> None:
+        self.world.cache.publish(self.lease, self.tokens, self.frontier)
+        if self.world.keeps:
+            self.world.cached.update(self.published())
+
+    def published(self) -> list[Content]:
+        """What the first pages of the lease hold, as far as they may be shared."""
+        if not self.world.keeps or self not in self.world.live:
+            return []
+        shared = self.lease.published if self.world.lossy else self._shareable()
+        return self.contents(shared // self.world.page_size)
+
+    def contents(self, pages: int) -> list[Content]:
+        size = self.world.page_size
+        while len(self._contents) < pages:
+            end = size * (len(self._contents) + 1)
+            self._contents.append((self.view.namespace, self.tokens[:end].tobytes()))
+        return self._contents[:pages]
+
+    def release(self) -> None:
+        self.world.live.remove(self)
+        self.world.cache.release(self.lease)
+
+    def _shareable(self) -> int:
+        plan = self.lease.plan
+        return min(self.frontier, plan.publishable) if plan.approximate else self.frontier
+
+    def _grow(self, tokens: int) -> bool:
+        world = self.world
+        short = -(-tokens // world.page_size) - len(self.lease.pages) - world.pool.num_free
+        before = world.cache.cached_pages
+        grown = world.cache.grow(self.lease, tokens)
+        evicted = before - world.cache.cached_pages
+        assert evicted == (max(0, short) if grown else 0)
+        world.forget(evicted)
+        return grown
+
+    def _computed(self, positions: IntArray, frontier: int) -> None:
+        world, size = self.world, self.world.page_size
+        self.frontier = frontier
+        shareable = self._shareable()
+        for at in np.unique(positions // size).tolist():
+            page = int(self.lease.pages[at])
+            assert world.pool.owners(page) == 1, "computed into a page that others can see"
+            whole = (at + 1) * size <= shareable
+            world.content[page] = self.contents(at + 1)[at] if whole else None
+        self.publish()
+
+
+MakeWorld: TypeAlias = Callable[..., World]
