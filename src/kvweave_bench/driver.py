@@ -95,5 +95,5 @@ class Driver:
                 unfinished -= delta.finish_reason is not None
 
     def _held_pages(self) -> int:
-        pool, cache = self.engine.machinery.pool, self.engine.cache
+        pool, cache = self.engine.components.pool, self.engine.cache
         return pool.num_pages - pool.num_free - cache.evictable_pages

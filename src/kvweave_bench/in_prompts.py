@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig
-from kvweave.engine.components import Machinery
+from kvweave.engine.components import EngineComponents
 from kvweave.engine.engine import Engine
 from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.factory import decoder
@@ -66,8 +66,8 @@ class _Desk:
         options = CacheOptions(fuzzy=fuzzy, decode=decoder(loaded.tokenizer))
         self._cache = FuzzyCache(pool, options, _Unmoved())
         cache = CacheConfig(prefix_cache_backend=FuzzyCache.name, page_size=_PAGE)
-        machinery = Machinery(pool, self._cache, _Mute(loaded.vocab_size))
-        self._engine = Engine(EngineConfig(cache=cache, fuzzy=fuzzy), loaded, machinery)
+        components = EngineComponents(pool, self._cache, _Mute(loaded.vocab_size))
+        self._engine = Engine(EngineConfig(cache=cache, fuzzy=fuzzy), loaded, components)
         self._encode = loaded.tokenizer.encode
         self._ids = itertools.count()
 

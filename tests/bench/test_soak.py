@@ -152,7 +152,7 @@ def test_memory_that_grows_is_told_from_memory_that_is_flat():
 
 
 def test_the_log_and_the_audit_are_read(tmp_path):
-    outcome = arms.Outcome("hash", problems=["doubt: a: wrong", "doubt: b: wrong"])
+    outcome = arms.RowOutput("hash", problems=["doubt: a: wrong", "doubt: b: wrong"])
     log, audit = tmp_path / "log", tmp_path / "audit"
     log.write_text('{"exception": "injected by the soak"}\n{"exception": "a bug"}\n{"level": 1}\n')
     said = [{"what": "approximate", "rid": "a"}, {"what": "violation", "words": "a leak"}]

@@ -75,10 +75,10 @@ def test_each_stride_has_its_door_however_it_was_told(page_size, stride, pages_t
         told = tuple(tokens[first * page_size : (names[-1] + 1) * page_size])
         view.apply([BlockStored(names, first - 1 if first else None, told, page_size)])
     doors = block_hashes(np.array(tokens, np.int32), stride, namespace_seed(Namespace("")))
-    assert view._doors == Counter(doors.tolist())
+    assert view._anchors == Counter(doors.tolist())
     for name in range(40):
         view.apply([BlockRemoved((name,))])
-    assert view._doors == {}
+    assert view._anchors == {}
 
 
 def test_text_behind_the_exact_prefix_counts_once():
@@ -124,7 +124,7 @@ def test_what_is_evicted_or_cleared_is_forgotten():
     assert sink.view.kept == world.engine.snapshot().cached_tokens
     world.engine.flush_cache()
     assert (sink.view.blocks, sink.view.kept) == (frozenset(), 0)
-    assert sink.view._doors == {}
+    assert sink.view._anchors == {}
 
 
 def test_requests_under_way_count_until_they_are_over():
@@ -147,7 +147,7 @@ def test_events_after_a_loss_do_no_harm():
     view.apply([BlockRemoved((5,)), BlockStored((8,), 5, tokens[6:], 2)])
     assert view.blocks == {6, 7, 8}
     view.apply([BlockRemoved((6, 7, 8, 8))])
-    assert (view.blocks, view._doors) == (frozenset(), {})
+    assert (view.blocks, view._anchors) == (frozenset(), {})
     view.apply([AllBlocksCleared()])
 
 

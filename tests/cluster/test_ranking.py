@@ -2,52 +2,59 @@
 
 from __future__ import annotations
 
-from kvweave.cluster.overlap import Overlap, score
-from kvweave.cluster.router import Standing, Weights, ranked
+from kvweave.cluster.overlap import Overlap, ReplicaLoad, Weights, ranked, score
 
 
-def standing(exact: int = 0, moved: int = 0, load: int = 0, kept: int = 0) -> Standing:
-    return Standing(Overlap(exact, moved), load, kept)
+def replica_load(exact: int = 0, moved: int = 0, load: int = 0, kept: int = 0) -> ReplicaLoad:
+    return ReplicaLoad(Overlap(exact, moved), load, kept)
 
 
-def best(length: int = 400, weights: Weights = Weights(), **standings: Standing) -> str:  # noqa: B008
+def best(length: int = 400, weights: Weights = Weights(), **standings: ReplicaLoad) -> str:  # noqa: B008
     return ranked(standings, length, weights)[0]
 
 
 def test_a_score_is_exact_plus_weighted_moved_less_load():
-    assert score(standing(200, 100, 40), 400, Weights(moved=0.5, load=0.25)) == 200 + 50 - 10
-    assert score(standing(200, 100, 40), 400, Weights(moved=0.0, load=1.0)) == 160
+    assert score(replica_load(200, 100, 40), 400, Weights(moved=0.5, load=0.25)) == 200 + 50 - 10
+    assert score(replica_load(200, 100, 40), 400, Weights(moved=0.0, load=1.0)) == 160
 
 
 def test_who_has_the_prefix_is_asked():
-    assert best(a=standing(kept=10), b=standing(exact=300, kept=900)) == "b"
-    assert best(a=standing(exact=320), b=standing(exact=304)) == "a"
+    assert best(a=replica_load(kept=10), b=replica_load(exact=300, kept=900)) == "b"
+    assert best(a=replica_load(exact=320), b=replica_load(exact=304)) == "a"
 
 
 def test_moved_text_counts_for_less_than_the_same_text_in_place():
-    assert best(a=standing(moved=300), b=standing(exact=300)) == "b"
-    assert best(a=standing(moved=380), b=standing()) == "a"
-    assert best(a=standing(moved=380, kept=1), b=standing(), weights=Weights(moved=0)) == "b"
+    assert best(a=replica_load(moved=300), b=replica_load(exact=300)) == "b"
+    assert best(a=replica_load(moved=380), b=replica_load()) == "a"
+    assert (
+        best(a=replica_load(moved=380, kept=1), b=replica_load(), weights=Weights(moved=0)) == "b"
+    )
 
 
 def test_work_that_waits_outweighs_what_would_be_saved():
-    assert best(a=standing(exact=300, load=1199, kept=9), b=standing()) == "a"
-    assert best(a=standing(exact=300, load=1201), b=standing()) == "b"
+    assert best(a=replica_load(exact=300, load=1199, kept=9), b=replica_load()) == "a"
+    assert best(a=replica_load(exact=300, load=1201), b=replica_load()) == "b"
 
 
 def test_what_all_share_draws_nobody():
     weights = Weights(least_share=0.25)
-    assert best(a=standing(exact=96, kept=500), b=standing(kept=400), weights=weights) == "b"
-    assert best(a=standing(exact=112, kept=500), b=standing(kept=400), weights=weights) == "a"
+    assert (
+        best(a=replica_load(exact=96, kept=500), b=replica_load(kept=400), weights=weights) == "b"
+    )
+    assert (
+        best(a=replica_load(exact=112, kept=500), b=replica_load(kept=400), weights=weights) == "a"
+    )
 
 
 def test_new_conversations_go_where_least_is_done_then_where_least_is_kept():
-    assert best(a=standing(load=10), b=standing(load=9, kept=1000)) == "b"
-    assert best(a=standing(kept=1001), b=standing(kept=1000), c=standing(kept=1002)) == "b"
+    assert best(a=replica_load(load=10), b=replica_load(load=9, kept=1000)) == "b"
+    assert (
+        best(a=replica_load(kept=1001), b=replica_load(kept=1000), c=replica_load(kept=1002)) == "b"
+    )
 
 
 def test_all_are_ranked_so_that_there_is_a_next_one_when_the_best_is_full():
-    standings = {"a": standing(load=5), "b": standing(exact=350), "c": standing(kept=1)}
+    standings = {"a": replica_load(load=5), "b": replica_load(exact=350), "c": replica_load(kept=1)}
     assert ranked(standings, 400, Weights()) == ["b", "c", "a"]
 
 
@@ -59,7 +66,7 @@ def test_six_conversations_of_five_turns_stay_at_home_and_split_evenly():
         for group in range(6):
             length = 100 * (turn + 1)
             held = {name: sum(100 for g, _ in kept[name] if g == group) for name in kept}
-            stand = {name: standing(held[name], kept=100 * len(kept[name])) for name in kept}
+            stand = {name: replica_load(held[name], kept=100 * len(kept[name])) for name in kept}
             home = ranked(stand, length, Weights())[0]
             kept[home].add((group, turn))
             homes.setdefault(group, set()).add(home)

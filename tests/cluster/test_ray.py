@@ -281,10 +281,10 @@ def test_an_engine_that_ends_no_step_counts_as_dead(monkeypatch):
     async def check() -> None:
         steps = asyncio.Event()
 
-        async def look(at):
+        async def run(at):
             await steps.wait()
 
-        replica._engine = Mock(alive=True, look=Mock(side_effect=look))
+        replica._engine = Mock(alive=True, run_on_engine_thread=Mock(side_effect=run))
         replica._answering, replica._asked = 0, None
         await replica.check_health()
         assert not replica._engine.look.called  # nobody waits: healing is not disturbed

@@ -275,7 +275,7 @@ def test_an_answer_that_cannot_be_made_is_told_so_and_its_rid_is_free(monkeypatc
 def test_followers_that_cannot_be_told_farewell_leave_nobody_waiting(monkeypatch):
     async def main():
         world = make_world("radix", events=Sink())
-        monkeypatch.setattr(world.engine.machinery.events, "close", explode)
+        monkeypatch.setattr(world.engine.components.events, "close", explode)
         engine = AsyncEngine(world.engine)
         await engine.start()
         stream = engine.generate(request("r", prompt(8, 1), None))
@@ -405,8 +405,10 @@ def test_a_look_happens_between_two_steps_and_may_be_given_up():
             stream = engine.generate(request("r", prompt(20, 1), 3))
             await until(lambda: world.runner.batches)  # in a step, where it is held
             wasted = []
-            given_up = asyncio.create_task(engine.look(wasted.append))
-            looked = asyncio.create_task(engine.look(lambda seen: (seen, threading.get_ident())))
+            given_up = asyncio.create_task(engine.run_on_engine_thread(wasted.append))
+            looked = asyncio.create_task(
+                engine.run_on_engine_thread(lambda seen: (seen, threading.get_ident()))
+            )
             await asyncio.sleep(0.05)
             assert not looked.done()
             given_up.cancel()

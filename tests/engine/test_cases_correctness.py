@@ -39,7 +39,7 @@ def test_a_fully_cached_prompt_computes_its_last_token_into_a_page_of_its_own(ba
     world = make_world(backend, page_size=page_size)
     tokens = prompt(32, 1)
     world.run(request("cold", tokens, 3))
-    pool = world.engine.machinery.pool
+    pool = world.engine.components.pool
 
     def own_pages(batch):
         assert {pool.owners(slot // page_size) for slot in batch.slots.tolist()} == {1}

@@ -57,7 +57,7 @@ def test_an_exception_in_a_step_fails_exactly_its_batch(where, monkeypatch, capl
     if where == "runner":
         world.runner.before = explode
     else:
-        monkeypatch.setattr("kvweave.engine.execution.executor.read_out", explode)
+        monkeypatch.setattr("kvweave.engine.execution.executor.row_outputs", explode)
     deltas = world.step()
     assert {(d.rid, d.finish_reason) for d in deltas} == {("a", "error"), ("b", "error")}
     assert all("injected" in d.error for d in deltas)
@@ -107,9 +107,9 @@ def test_broken_penalties_and_broken_logits_fail_only_their_own_request(monkeypa
         logits[1] = float("nan")
         return logits
 
-    world.engine.machinery.runner.forward = spoiled
+    world.engine.components.runner.forward = spoiled
     world.step()
-    world.engine.machinery.runner.forward = forward
+    world.engine.components.runner.forward = forward
     world.run()
     assert "injected" in world.answers["penalty", 0].error
     assert "no valid numbers" in world.answers["nan", 0].error

@@ -121,7 +121,7 @@ def test_if_the_producer_dies_the_next_takes_over(death):
 
 def test_a_producer_that_never_publishes_is_not_waited_for_for_ever():
     world = make_world("radix", page_size=4)
-    world.engine.cache.promised = lambda view, matched: len(view.tokens)
+    world.engine.cache.pending_prefix = lambda view, matched: len(view.tokens)
     world.engine.add(request("runs", prompt(8, 1), None))
     world.engine.add(request("waits", prompt(8, 2), 1))
     for _ in range(300):

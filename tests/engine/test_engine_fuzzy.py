@@ -251,7 +251,7 @@ def test_random_lives_over_overlapping_text_answer_right(seed):
 
 def test_a_snapshot_which_every_step_takes_tells_of_the_provider_and_asks_it_nothing():
     world = fuzzy_world()
-    with patch("kvweave.fuzzy.span_index.SpanIndex.stats", return_value={"doors": 5}) as stats:
+    with patch("kvweave.fuzzy.span_index.SpanIndex.stats", return_value={"anchors": 5}) as stats:
         world.run(request("r", wrapped(1, DOCUMENT)))
         world.run(request("s", wrapped(2, DOCUMENT)))
         for _ in range(3):
@@ -260,7 +260,7 @@ def test_a_snapshot_which_every_step_takes_tells_of_the_provider_and_asks_it_not
     stats.assert_called_once()
     assert seen.provider_events["asked"] == 2
     assert seen.provider_events["proposed"] >= 1
-    assert seen.provider_figures == {"doors": 5.0}
+    assert seen.provider_figures == {"anchors": 5.0}
 
 
 @pytest.mark.parametrize("strategy", ["mix", "deviation", "question", "seams"])

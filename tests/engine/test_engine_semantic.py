@@ -10,7 +10,7 @@ import torch
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.factory import build_machinery
+from kvweave.engine.factory import build_components
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.fuzzy.donors import slots_of
@@ -44,8 +44,8 @@ class Office:
     def __init__(self, loaded: LoadedModel, fuzzy: FuzzyConfig) -> None:
         cache = CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=512)
         config = EngineConfig(cache=cache, fuzzy=fuzzy)
-        self.machinery = build_machinery(config, loaded)
-        self.engine = Engine(config, loaded, self.machinery)
+        self.components = build_components(config, loaded)
+        self.engine = Engine(config, loaded, self.components)
         self.tokenizer = loaded.tokenizer
         self.count = 0
 
@@ -128,7 +128,7 @@ def test_what_is_served_is_the_donors_kv_at_the_recipients_place(
 ) -> None:
     """Behind an opening of another length, so that keys are turned."""
     office.teach(DONOR)
-    kv, seen = office.machinery.runner.kv, []  # type: ignore[attr-defined]
+    kv, seen = office.components.runner.kv, []  # type: ignore[attr-defined]
     move = office.cache._mover.move
 
     def watched(runs: list[MoveRun]) -> None:

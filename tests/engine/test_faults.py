@@ -50,7 +50,7 @@ class Phase(NamedTuple):
 
 MAKER = lambda world: world.engine._maker  # noqa: E731
 REPORTER = lambda world: world.engine._reporter  # noqa: E731
-SINK = lambda world: world.engine.machinery.events  # noqa: E731
+SINK = lambda world: world.engine.components.events  # noqa: E731
 POOL = lambda world: world.engine.cache.pool  # noqa: E731
 
 PHASES = {
@@ -72,7 +72,7 @@ PHASES = {
     "grown": Phase(before(cache_of, "grow", by_rid)),
     "allocated": Phase(while_growing(POOL, "alloc")),
     "room made by eviction": Phase(while_growing(cache_of, "evict")),
-    "packed": Phase(before(lambda world: world.engine._passes._packer, "pack", by_rows)),
+    "packed": Phase(before(lambda world: world.engine._executor._batch_builder, "pack", by_rows)),
     "computed": Phase(forward()),
     "computed, once": Phase(forward(), fails=False, times=(0,)),
     "second chunk": Phase(forward(decode=False), times=(2, 3, 4, 5, 6)),
@@ -80,7 +80,7 @@ PHASES = {
     "sampled": Phase(
         before(
             lambda _: kvweave.engine.execution.executor,
-            "read_out",
+            "row_outputs",
             lambda logits, wanted, states: by_rows(part.row for part in wanted),
         )
     ),

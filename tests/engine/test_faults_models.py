@@ -8,7 +8,7 @@ from test_engine_models import assert_equal, reference
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, SchedulerConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.execution.selective_recompute import AskedFor, Narrowing, Screener
+from kvweave.engine.execution.selective_recompute import AskedFor, Screener, TokenPruning
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from support.faultkit import WORDS, Trap, by_rows
 from support.tinymodels import VOCABULARY
@@ -55,7 +55,7 @@ RUNNING: list[str] = []
 
 
 EVERYWHERE = [("attention", "begin", None), ("attention", "attend", 2), ("kv", "write", 1)]
-REFRESHING = [(Screener, "observe", None), (Narrowing, "_narrow", None), (AskedFor, "see", None)]
+REFRESHING = [(Screener, "observe", None), (TokenPruning, "_narrow", None), (AskedFor, "see", None)]
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_who_is_to_blame_fails_and_the_others_are_computed_again(
     PROMPTS["donor"] = [*RNG.integers(0, VOCABULARY - 5, 5).tolist(), *DOCUMENT]
     engine.add(asked("donor"))
     run(engine)
-    pack, runner = engine._passes._packer.pack, engine.machinery.runner
+    pack, runner = engine._executor._batch_builder.pack, engine.components.runner
 
     def noted(rows):
         RUNNING[:] = by_rows(rows)
         return pack(rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._passes._packer, "pack", noted)
+        patch.setattr(engine._executor._batch_builder, "pack", noted)
         owner = {"attention": runner.backend, "kv": runner.kv}.get(place, place)
         trapped(patch, trap, owner, name, layer)
         engine.add(asked("early"))

@@ -220,7 +220,7 @@ def test_a_chunk_of_which_nothing_is_to_be_computed_again(loaded, strategy, back
 
 @pytest.mark.parametrize("name", [name for name in TINY if name != "gpt2"])
 def test_tokens_may_drop_out_of_models_of_every_kind(name, tiny):
-    assert tiny(name).narrows
+    assert tiny(name).prunes_tokens
     lab = Lab(tiny(name), rows=2)
     everything = np.arange(LENGTH)
     candidates = np.zeros(2 * LENGTH, np.bool_)
@@ -239,4 +239,4 @@ def test_tokens_may_drop_out_of_models_of_every_kind(name, tiny):
 
 def test_a_model_that_needs_all_tokens_in_all_layers_is_told_apart(tiny):
     """GPT-2's code gives its output the shape of its input; its KV cannot be moved either way."""
-    assert not tiny("gpt2").narrows
+    assert not tiny("gpt2").prunes_tokens

@@ -15,7 +15,7 @@ import pytest
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.selfcheck import gate
-from kvweave.engine.selfcheck.cases import KINDS, Case, build_cases
+from kvweave.engine.selfcheck.cases import KINDS, SelfCheckCase, build_cases
 from kvweave.engine.selfcheck.gate import check_model, guarded, judge
 from kvweave.engine.selfcheck.measure import Measured, measure
 from kvweave.errors import UnsupportedModelError
@@ -55,7 +55,7 @@ def model(tiny: Callable[[str], LoadedModel]) -> LoadedModel:
 # What is measured, on the language model itself.
 
 
-def short(case: Case) -> Case:
+def short(case: SelfCheckCase) -> SelfCheckCase:
     """For tiny models, whose context is small."""
     return replace(case, donor=case.donor[:40], recipient=case.recipient[:40])
 

@@ -49,7 +49,7 @@ def told(engine: Engine, count: int) -> list[KVEvent]:
     The publisher has a thread of its own: what it has not sent yet it cannot send again either, and
     a subscription takes a moment during which what is sent is lost.
     """
-    publisher = engine.machinery.events
+    publisher = engine.components.events
     deadline = time.monotonic() + 60
     events: list[KVEvent] = []
     while len(events) < count and time.monotonic() < deadline:

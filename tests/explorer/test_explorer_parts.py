@@ -13,7 +13,7 @@ from kvweave.explorer.queries import SURE_TO_BE_FOUND, pieces, shared_runs
 from kvweave.explorer.views import prompt_view
 from kvweave.prefix.plan import Plan, Span, Tier, runs_of
 from kvweave.server.metrics import Metrics
-from kvweave.server.request_metrics import Trace
+from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.responses import TokenTexts
 
 
@@ -63,7 +63,7 @@ def test_a_plan_made_when_a_request_came_back_does_not_overlap_what_was_counted_
 
 def ended(history, prompt, rid="r", answered=True):
     request = GenerateRequest(rid=rid, prompt_ids=tuple(prompt))
-    trace = Trace(request, Metrics("m", lambda: None), endpoint="test", diary=history)
+    trace = RequestMetrics(request, Metrics("m", lambda: None), endpoint="test", diary=history)
     if answered:
         usage = Usage(prompt_tokens=len(request.prompt_ids), cached_tokens=1)
         trace.note(OutputDelta("r", 0, "x", (7,), usage))

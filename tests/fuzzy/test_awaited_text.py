@@ -16,13 +16,13 @@ def overlapping(world: World) -> tuple[list[int], list[int]]:
 def test_a_request_waits_for_moved_text_until_it_is_there(world: World) -> None:
     first, second = overlapping(world)
     asking = world.view(second)
-    assert world.cache.promised(asking, 0) == 0
+    assert world.cache.pending_prefix(asking, 0) == 0
     producer = world.start(first)
-    assert world.cache.promised(asking, 0) > 100
+    assert world.cache.pending_prefix(asking, 0) > 100
     assert world.compute(producer, 40)
-    assert world.cache.promised(asking, 0) > 100
+    assert world.cache.pending_prefix(asking, 0) > 100
     assert world.compute(producer)
-    assert world.cache.promised(asking, 0) == 0
+    assert world.cache.pending_prefix(asking, 0) == 0
     assert world.admit(asking).lease.plan.served > 140
 
 
@@ -30,11 +30,11 @@ def test_nobody_waits_for_a_producer_that_is_gone_or_will_not_publish(world: Wor
     first, second = overlapping(world)
     asking = world.view(second)
     producer = world.start(first)
-    assert world.cache.promised(world.view(second, Namespace("other")), 0) == 0
-    assert world.cache.promised(world.view(second, fuzzy=False), 0) == 0
-    assert world.cache.promised(world.view(second, max_exact=0), 0) == 0
+    assert world.cache.pending_prefix(world.view(second, Namespace("other")), 0) == 0
+    assert world.cache.pending_prefix(world.view(second, fuzzy=False), 0) == 0
+    assert world.cache.pending_prefix(world.view(second, max_exact=0), 0) == 0
     world.finish(producer)
-    assert world.cache.promised(asking, 0) == 0
+    assert world.cache.pending_prefix(asking, 0) == 0
 
 
 def test_a_producer_that_is_approximate_promises_its_exact_part_only(world: World) -> None:
@@ -43,41 +43,44 @@ def test_a_producer_that_is_approximate_promises_its_exact_part_only(world: Worl
     producer = world.start(head + document + text(5, 40))
     assert producer.lease.plan.publishable == 48
     asking = world.view(head + document + text(5, 40))
-    assert world.cache.promised(asking, 0) == 48
+    assert world.cache.pending_prefix(asking, 0) == 48
     assert world.compute(producer)
     assert world.cache.match(asking) == 48
-    assert world.cache.promised(asking, 48) == 0
+    assert world.cache.pending_prefix(asking, 48) == 0
 
 
 def test_nobody_waits_for_little(world: World) -> None:
     document = text(1, 160)
     world.start(text(2, 7) + document)
     short = 4 * SMALL.fuzzy_min_span
-    assert world.cache.promised(world.view(text(3, 5) + document[: short - 1] + text(4, 5)), 0) == 0
-    assert world.cache.promised(world.view(text(3, 5) + document[:short] + text(4, 5)), 0) > 0
+    assert (
+        world.cache.pending_prefix(world.view(text(3, 5) + document[: short - 1] + text(4, 5)), 0)
+        == 0
+    )
+    assert world.cache.pending_prefix(world.view(text(3, 5) + document[:short] + text(4, 5)), 0) > 0
     # A small part of much that has to be computed anyway.
-    assert world.cache.promised(world.view(document[:short] + text(4, 4 * short)), 0) == 0
+    assert world.cache.pending_prefix(world.view(document[:short] + text(4, 4 * short)), 0) == 0
 
 
 def test_waiting_can_be_switched_off() -> None:
-    world = World(512, 4, wait_for_producers=False)
+    world = World(512, 4, wait_for_pending=False)
     first, second = overlapping(world)
     world.start(first)
-    assert world.cache.promised(world.view(second), 0) == 0
+    assert world.cache.pending_prefix(world.view(second), 0) == 0
 
 
 def test_what_is_cached_already_is_not_waited_for(world: World) -> None:
     first, second = overlapping(world)
     world.serve(first)
     world.start(second[:3] + second)  # itself served from the first
-    assert world.cache.promised(world.view(text(9, 44) + second[30:]), 0) == 0
+    assert world.cache.pending_prefix(world.view(text(9, 44) + second[30:]), 0) == 0
     world.start(text(8, 5) + second, fuzzy=False)  # computes what it might have been lent
-    assert world.cache.promised(world.view(text(9, 44) + second[30:]), 0) == 0
+    assert world.cache.pending_prefix(world.view(text(9, 44) + second[30:]), 0) == 0
 
 
 def test_a_prefix_promised_is_promised_as_a_prefix(world: World) -> None:
     prompt = text(1, 128)
     world.start(prompt)
     asking = world.view(prompt[:96] + text(2, 32))
-    assert world.cache.promised(asking, 0) == 96
+    assert world.cache.pending_prefix(asking, 0) == 96
     assert np.array_equal(asking.tokens[:96], prompt[:96])

@@ -97,4 +97,4 @@ def test_every_slot_holds_what_it_must(seed: int, page_size: int, num_pages: int
     world.cache.reset()
     world.check()
     assert world.pool.num_free == num_pages
-    assert world.cache.stats().provider["doors"] == 0
+    assert world.cache.stats().provider["anchors"] == 0

@@ -14,7 +14,7 @@ import torch
 
 from kvweave.config import CacheConfig, EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.factory import build_machinery
+from kvweave.engine.factory import build_components
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import UnsupportedModelError
 from kvweave.kv.tensors import KVTensors
@@ -48,9 +48,9 @@ class Bench:
             prefix_cache_backend=backend, page_size=page_size, max_total_tokens=2048
         )
         config = EngineConfig(cache=cache, fuzzy=SMALL)
-        machinery = build_machinery(config, loaded)
-        self.kv: KVTensors = machinery.runner.kv  # type: ignore[attr-defined]
-        self.engine = Engine(config, loaded, machinery)
+        components = build_components(config, loaded)
+        self.kv: KVTensors = components.runner.kv  # type: ignore[attr-defined]
+        self.engine = Engine(config, loaded, components)
         self._count = 0
 
     def serve(self, tokens: list[int]) -> None:

@@ -54,12 +54,12 @@ class Store:
             node, held = self.tree.extend(node, np.array(part, np.int32), np.array(mine, np.int32))
             self.free += mine[: len(held)]
         self.tree.unlock(node)
-        self.index.doors.check()
+        self.index.anchors.check()
 
     def evict(self, pages: int) -> None:
         for run in self.tree.evict(pages):
             self.free += run.tolist()
-        self.index.doors.check()
+        self.index.anchors.check()
         self.donors.check(self.tree)
 
     def find(self, tokens: Sequence[int], namespace: Namespace = HERE) -> list[Candidate]:
@@ -158,7 +158,7 @@ def test_evicted_text_is_not_found_and_its_parents_still_are() -> None:
     assert store.spans(prompt) == [(1, 1 + 52)]
     store.evict(99)
     assert store.spans(prompt) == []
-    assert len(store.index.doors) == 0
+    assert len(store.index.anchors) == 0
 
 
 def test_the_older_copy_is_found_when_the_newer_ones_are_gone() -> None:
@@ -242,7 +242,7 @@ def test_hashes_that_lie_find_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     assert store.spans([9, *text(2, 80), 9]) == []
     assert store.looks == 2 * 79 * DOORS_TRIED
     store.evict(999)
-    assert len(store.index.doors) == 0
+    assert len(store.index.anchors) == 0
 
 
 def test_exact_prefixes_are_not_looked_for() -> None:
@@ -257,5 +257,5 @@ def test_a_stride_may_be_any_number() -> None:
     store = Store(page_size=16, stride=7)
     donor = text(1, 160)
     store.add(donor, chunk=1)
-    assert len(store.index.doors) == 160 // 7
+    assert len(store.index.anchors) == 160 // 7
     assert store.spans([9, *donor, 9]) == [(1, 161)]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.paraphrase.embedder_process import EmbedderProcess
-from kvweave.paraphrase.embedding_queue import Desk
+from kvweave.paraphrase.embedding_queue import EmbeddingQueue
 from kvweave.paraphrase.gate import LONGEST, Cutter
 from kvweave.paraphrase.vectors import Entry, VectorIndex
 from kvweave.plugins import EMBEDDERS
@@ -142,7 +142,7 @@ class Slow(Meaning):
 
 def test_who_waits_goes_before_what_can_wait() -> None:
     slow, delivered = Slow(), []
-    desk = Desk(slow, quiet=0.01)
+    desk = EmbeddingQueue(slow, quiet=0.01)
     for text in ("first", "second"):
         desk.later(lambda text=text: [text], delivered.append)
     while not desk._working:
@@ -161,7 +161,7 @@ def test_who_waits_goes_before_what_can_wait() -> None:
 def test_errands_wait_until_the_engine_is_quiet_but_not_for_ever() -> None:
     now = [0.0]
     meaning = Meaning()
-    desk = Desk(meaning, quiet=0.02, clock=lambda: now[0])
+    desk = EmbeddingQueue(meaning, quiet=0.02, clock=lambda: now[0])
     desk._quiet = 1.0
     desk.later(lambda: ["a"], lambda vectors: None)
     time.sleep(0.1)
@@ -182,7 +182,7 @@ def test_errands_wait_while_a_request_runs_however_long_it_shows_nothing() -> No
     """As in the forward pass of a long prompt."""
     now, running = [0.0], [True]
     meaning = Meaning()
-    desk = Desk(meaning, quiet=0.02, clock=lambda: now[0], running=lambda: running[0])
+    desk = EmbeddingQueue(meaning, quiet=0.02, clock=lambda: now[0], running=lambda: running[0])
     desk._quiet = 1.0
     desk.later(lambda: ["a"], lambda vectors: None)
     for second in (5.0, 10.0):
@@ -204,7 +204,7 @@ def test_errands_wait_while_a_request_runs_however_long_it_shows_nothing() -> No
 
 def test_what_was_embedded_is_not_embedded_again() -> None:
     meaning, delivered = Meaning(), []
-    desk = Desk(meaning, quiet=0.01)
+    desk = EmbeddingQueue(meaning, quiet=0.01)
     for texts in (["a", "b"], ["b", "a", "c"]):
         desk.later(lambda texts=texts: texts, delivered.append)
     assert desk.settle(20)
@@ -216,7 +216,7 @@ def test_what_was_embedded_is_not_embedded_again() -> None:
 
 def test_late_ones_are_there_the_next_time() -> None:
     slow = Slow()
-    desk = Desk(slow, quiet=0.01)
+    desk = EmbeddingQueue(slow, quiet=0.01)
     assert desk.vectors(["a", "b"], 0.01) == [None, None]
     slow.let.release(5)
     assert desk.settle(20)
@@ -226,9 +226,9 @@ def test_late_ones_are_there_the_next_time() -> None:
 
 
 def test_there_is_room_for_so_many_errands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvweave.paraphrase.embedding_queue._MOST_ERRANDS", 3)
+    monkeypatch.setattr("kvweave.paraphrase.embedding_queue._MOST_TASKS", 3)
     slow, ran = Slow(), []
-    desk = Desk(slow, quiet=1e6)
+    desk = EmbeddingQueue(slow, quiet=1e6)
     for text in "abcde":
         desk.later(lambda text=text: ran.append(text) or [], lambda vectors: None)
     assert desk.counts["dropped"] == 2
@@ -243,7 +243,7 @@ def test_of_late_texts_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     """Prompts may come faster than they are embedded, for hours."""
     monkeypatch.setattr("kvweave.paraphrase.embedding_queue._MOST_URGENT", 3)
     slow = Slow()
-    desk = Desk(slow, quiet=0.01)
+    desk = EmbeddingQueue(slow, quiet=0.01)
     desk.vectors(["at work"], 0.0)
     while not desk._working:
         time.sleep(0.005)
@@ -267,7 +267,7 @@ def test_an_embedder_that_fails_too_often_is_not_asked_again_by_anybody() -> Non
             return super().encode(texts)[:-1]  # a vector too few
 
     short = Short()
-    desk = Desk(short, quiet=1e6)
+    desk = EmbeddingQueue(short, quiet=1e6)
     desk.later(lambda: ["whenever"], lambda vectors: None)
     desk.vectors([str(at) for at in range(80)], 0.0)
     short.let.release(80)
@@ -281,7 +281,7 @@ def test_an_embedder_that_fails_too_often_is_not_asked_again_by_anybody() -> Non
 
 
 def test_an_errand_that_raises_costs_only_itself(caplog: pytest.LogCaptureFixture) -> None:
-    desk, delivered = Desk(Meaning(), quiet=0.01), []
+    desk, delivered = EmbeddingQueue(Meaning(), quiet=0.01), []
 
     def broken() -> list[str]:
         raise KeyError("page")
@@ -294,7 +294,7 @@ def test_an_errand_that_raises_costs_only_itself(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_desk_that_nobody_holds_ends() -> None:
-    desk = Desk(Meaning(), quiet=0.01)
+    desk = EmbeddingQueue(Meaning(), quiet=0.01)
     desk.vectors(["a"], 20)
     before = [each for each in threading.enumerate() if each.name == "kvweave-embedder"]
     desk.close()
@@ -314,7 +314,7 @@ def test_an_embedder_that_ends_because_all_is_over_is_no_fault(
             raise RuntimeError("the embedder has died")
 
     ending = Ending()
-    desk = Desk(ending, quiet=0.01)
+    desk = EmbeddingQueue(ending, quiet=0.01)
     asked = threading.Thread(target=desk.vectors, args=(["a"], 20))
     asked.start()
     while not desk._working:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvweave.paraphrase.model_subprocess import Sidecar
+from kvweave.paraphrase.model_subprocess import ModelSubprocess
 
 LENGTHS = """
 import numpy as np
@@ -25,13 +25,13 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sidecar:
+def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSubprocess:
     (tmp_path / "lengths.py").write_text(LENGTHS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return Sidecar("one who counts", "lengths")
+    return ModelSubprocess("one who counts", "lengths")
 
 
-def test_it_answers_closes_and_comes_back_after_it_was_killed(sidecar: Sidecar) -> None:
+def test_it_answers_closes_and_comes_back_after_it_was_killed(sidecar: ModelSubprocess) -> None:
     assert sidecar.ask(["a", "bcd\n"]).tolist() == [[1.0], [4.0]]
     [process] = sidecar._running
     process.kill()
@@ -51,18 +51,18 @@ def test_who_ends_while_it_embeds_says_nothing() -> None:
     """Whatever embedder runs then: the second one, too."""
     code = """
 import sys, time
-from kvweave.paraphrase.embedding_queue import Desk
-from kvweave.paraphrase.model_subprocess import Sidecar
+from kvweave.paraphrase.embedding_queue import EmbeddingQueue
+from kvweave.paraphrase.model_subprocess import ModelSubprocess
 
 class Embedder:
     def __init__(self):
-        self.process = Sidecar("embedder", "time")
+        self.process = ModelSubprocess("embedder", "time")
         self.process.close()
         self.process._command[1:] = ["-c", "import time; time.sleep(600)"]
     def encode(self, texts):
         return self.process.ask(texts)
 
-desk = Desk(Embedder(), quiet=0.01)
+desk = EmbeddingQueue(Embedder(), quiet=0.01)
 desk.vectors(["a"], 0.01)
 while not desk._working:
     time.sleep(0.01)

@@ -19,7 +19,7 @@ from kvweave.config import FuzzyConfig, validate
 from kvweave.errors import ConfigError
 from kvweave.fuzzy.facts import Verifier
 from kvweave.paraphrase.nli import Entailment
-from kvweave.paraphrase.verifiers import Bench, create_verifier
+from kvweave.paraphrase.verifiers import VerifierWorker, create_verifier
 from kvweave.plugins import VERIFIERS, choices_of
 from kvweave.prefix.plan import Tier
 from support.semantic_world import QUESTION, SEMANTIC, SemanticWorld, story
@@ -152,7 +152,7 @@ def test_one_that_hangs_costs_a_request_no_more_than_the_budget_once(
 
 def test_a_budget_is_shared_by_all_questions_of_a_prompt() -> None:
     left: list[float] = []
-    bench = Bench(lambda donor, recipient: None)
+    bench = VerifierWorker(lambda donor, recipient: None)
     bench._worker.run = lambda call, seconds: left.append(seconds)  # type: ignore[method-assign,func-returns-value]
     until = time.perf_counter() + 5
     for at in range(3):
@@ -252,7 +252,7 @@ def test_nli_wants_either_text_to_follow_from_the_other(
         def ask(self, pairs: list[list[str]]) -> Any:
             return np.array([[likely[tuple(pair)]] for pair in pairs], np.float32)  # type: ignore[index]
 
-    monkeypatch.setattr("kvweave.paraphrase.nli.Sidecar", Told)
+    monkeypatch.setattr("kvweave.paraphrase.nli.ModelSubprocess", Told)
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "bert", "id2label": {"0": "ENTAILMENT", "1": "neutral"}})
     )

@@ -189,7 +189,7 @@ def test_room_can_be_made_of_only_what_is_worth_less_than_an_entry_of_earlier(
     world.serve(text(2, size, seed=1))
     for _ in range(2):  # which hits all but the last page
         world.serve(text(3, size, seed=2), priority=1)
-    standing = world.cache.standing(priority=0)
+    standing = world.cache.eviction_key(priority=0)
     world.serve(text(2, size, seed=3))
     client = world.start(text(8, size, seed=4))
     assert not world.cache.grow(client.lease, 8 * size, standing)

@@ -35,7 +35,7 @@ class Chaos:
             self.republish: 1,
             self.release: 3,
             self.evict: 1,
-            self.promised: 2,
+            self.pending_prefix: 2,
             self.reset: 0 if self.world.live else 0.3,
         }
         weights = np.array(list(actions.values()), np.float64)
@@ -112,11 +112,11 @@ class Chaos:
     def reset(self) -> None:
         self.world.reset()
 
-    def promised(self) -> None:
+    def pending_prefix(self) -> None:
         """As the model has it: what live requests of the namespace will have in common with us."""
         view, cache = self.view(fuzzy=False), self.world.cache  # prefixes only
         matched = cache.match(view)
-        promised = cache.promised(view, matched)
+        promised = cache.pending_prefix(view, matched)
         if not promised:
             return
         assert promised > matched

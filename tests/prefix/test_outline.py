@@ -23,14 +23,14 @@ def test_the_first_to_go_are_those_that_go_first(prompts: list[list[int]]) -> No
     world = World("radix", 1, num_pages=200)
     for prompt in prompts:
         world.serve(prompt)
-    outline = world.cache.outline([], 1000)
+    outline = world.cache.tree_snapshot([], 1000)
     assert outline is not None
-    assert world.cache.outline([], 1000).evictable_pages == outline.evictable_pages
+    assert world.cache.tree_snapshot([], 1000).evictable_pages == outline.evictable_pages
     leaves = {node.order: node for node in outline.nodes if node.goes is not None}
     first = min(leaves.values(), key=lambda node: node.goes or 0)
     before = {node.order: node.length for node in outline.nodes}
     world.evict(1)
-    after = world.cache.outline([], 1000)
+    after = world.cache.tree_snapshot([], 1000)
     assert after is not None
     left = {node.order: node.length for node in after.nodes}
     assert left.get(first.order, 0) == before[first.order] - 1
@@ -42,7 +42,7 @@ def test_nodes_know_who_reads_from_them() -> None:
     world.serve(letters("abcd"))
     world.serve(letters("abxy"))
     views = [view(letters("abcd"), "1"), view(letters("abxyz"), "2"), view(letters("q"), "3")]
-    outline = world.cache.outline(views, 100)
+    outline = world.cache.tree_snapshot(views, 100)
     assert outline is not None
     found = {tuple(node.head.tolist()): node.prompts for node in outline.nodes if node.length}
     assert found[tuple(letters("ab"))] == ("1", "2")
@@ -53,7 +53,7 @@ def test_of_a_large_tree_the_nodes_used_last_are_shown_with_their_parents() -> N
     world = World("radix", 1, num_pages=2000)
     for number in range(300):
         world.serve([7, 8, number])
-    outline = world.cache.outline([], 10)
+    outline = world.cache.tree_snapshot([], 10)
     assert outline is not None
     assert len(outline.nodes) == 10
     known = {node.order for node in outline.nodes}

@@ -12,7 +12,7 @@ import pytest
 from kvweave.engine.types import GenerateRequest, OutputDelta, SamplingParams, TokenLogprob, Usage
 from kvweave.prefix.plan import Span
 from kvweave.server.metrics import Metrics
-from kvweave.server.request_metrics import Trace
+from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.streaming import Generation, LiveGenerations
 from support.serverkit import TEXT, eventually
 
@@ -143,7 +143,7 @@ def test_what_arrives_together_is_one_piece_per_answer():
 
     async def read():
         metrics = Metrics("m", lambda: None)
-        trace = Trace(request, metrics, endpoint="test")
+        trace = RequestMetrics(request, metrics, endpoint="test")
         live = LiveGenerations()
         source = ListSource(deltas)
         async with Generation("r", [request], [trace], source=source, live=live) as generation:
@@ -172,7 +172,7 @@ def test_leaving_in_the_very_moment_in_which_the_answer_ends():
     async def main():
         live = LiveGenerations()
         request = GenerateRequest(rid="r", prompt_ids=(1,))
-        trace = Trace(request, Metrics("toy", lambda: None), endpoint="x")
+        trace = RequestMetrics(request, Metrics("toy", lambda: None), endpoint="x")
         generation = Generation("r", [request], [trace], source=source, live=live)
 
         async def answered():

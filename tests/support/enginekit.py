@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, SchedulerConfig
-from kvweave.engine.components import Machinery
+from kvweave.engine.components import EngineComponents
 from kvweave.engine.engine import Engine
 from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.types import Completion, GenerateRequest, OutputDelta, SamplingParams
@@ -249,15 +249,15 @@ def make_world(
     options = CacheOptions(
         eviction=eviction,
         events=events is not None,
-        wait_for_producers=wait,
+        wait_for_pending=wait,
         fuzzy=config.fuzzy,
     )
     if make_cache is not None:
         cache = make_cache(pool, options, runner)
     else:
         cache = create_cache(backend, pool, options, runner)
-    machinery = Machinery(pool, cache, runner, events, runner.interruptible)
-    engine = Engine(config, fake_model(context_length), machinery)
+    components = EngineComponents(pool, cache, runner, events, runner.interruptible)
+    engine = Engine(config, fake_model(context_length), components)
     return World(engine, runner)
 
 

@@ -105,11 +105,11 @@ def while_leasing(find: Callable[[World], Any], name: str) -> Place:
 
 
 def forward(prefill: bool = True, decode: bool = True) -> Place:
-    """Passes with the victim in them write nonsense where KV should be, and fail."""
+    """BatchExecutor with the victim in them write nonsense where KV should be, and fail."""
 
     def place(world: World, trap: Trap, patch: pytest.MonkeyPatch) -> None:
-        runner, packer = world.runner, world.engine._passes._packer
-        pack, rows = packer.pack, []
+        runner, batch_builder = world.runner, world.engine._executor._batch_builder
+        pack, rows = batch_builder.pack, []
 
         def noted(given: Any) -> Any:
             rows[:] = [row for row in given if prefill if row.prefill]
@@ -123,7 +123,7 @@ def forward(prefill: bool = True, decode: bool = True) -> Place:
                 runner.tokens[batch.slots] = runner.positions[batch.slots] = -7
                 raise
 
-        patch.setattr(packer, "pack", noted)
+        patch.setattr(batch_builder, "pack", noted)
         patch.setattr(runner, "before", torn)
 
     return place
@@ -152,8 +152,8 @@ def voice(part: Callable[[Any], Any], name: str) -> Place:
 
 def no_numbers(world: World, trap: Trap, patch: pytest.MonkeyPatch) -> None:
     """The model's output for the victim is not a number."""
-    packer, runner, wanted = world.engine._passes._packer, world.runner, []
-    pack, compute = packer.pack, runner.forward
+    batch_builder, runner, wanted = world.engine._executor._batch_builder, world.runner, []
+    pack, compute = batch_builder.pack, runner.forward
 
     def noted(rows: Any) -> Any:
         batch, wanted[:] = pack(rows)
@@ -168,7 +168,7 @@ def no_numbers(world: World, trap: Trap, patch: pytest.MonkeyPatch) -> None:
                 logits[part.first :][: len(part.scored) + 1] = float("nan")
         return logits
 
-    patch.setattr(packer, "pack", noted)
+    patch.setattr(batch_builder, "pack", noted)
     patch.setattr(runner, "forward", spoilt)
 
 

@@ -180,7 +180,7 @@ class World:
     def check(self) -> None:
         """The cache's own proof, and: all KV in the tree is exact, in its place, and its own."""
         self.cache.check([running.lease for running in self.live])
-        self.cache._guard._provider.doors.check()  # type: ignore[attr-defined]
+        self.cache._guard._provider.anchors.check()  # type: ignore[attr-defined]
         size = self.pool.page_size
         for node in self.cache.tree.nodes():
             path = np.concatenate([at.tokens for at in reversed(list(upwards(node)))])

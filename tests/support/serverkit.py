@@ -100,7 +100,7 @@ class FakeEngine:
         if self.busy_flush:
             raise RequestError("1 request is running: the cache cannot be flushed", status=409)
 
-    async def look(self, at):
+    async def run_on_engine_thread(self, at):
         return at(self)
 
     def prefixes(self, cache_salt):

@@ -18,7 +18,7 @@ from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvweave.server.model_card import Facts
+    from kvweave.server.model_card import EngineInfo
     from kvweave.server.service import ServingEngine
 
 log = logging.getLogger("kvweave.server")
@@ -82,25 +82,25 @@ def _leaving_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _one_engine(config: EngineConfig) -> Iterator[tuple[ServingEngine, Facts]]:
+def _one_engine(config: EngineConfig) -> Iterator[tuple[ServingEngine, EngineInfo]]:
     # Here: they load torch and the models' code, which takes seconds.
     from kvweave.engine.async_engine import AsyncEngine
     from kvweave.engine.engine import Engine
     from kvweave.engine.selfcheck.gate import guarded
     from kvweave.models import load_model
-    from kvweave.server.model_card import facts_of
+    from kvweave.server.model_card import engine_info
 
     with loading_bar() as progress:
         loaded = load_model(config.model, progress)
         config, check = guarded(config, loaded, progress)
         engine = AsyncEngine(Engine(config, loaded))
-    yield engine, facts_of(loaded, config, check)
+    yield engine, engine_info(loaded, config, check)
 
 
 @contextmanager
 def _replicas(
     config: EngineConfig, cluster: ClusterConfig
-) -> Iterator[tuple[ServingEngine, Facts]]:
+) -> Iterator[tuple[ServingEngine, EngineInfo]]:
     try:
         from kvweave.cluster.app import running_engines
     except ModuleNotFoundError as missing:

@@ -26,7 +26,7 @@ from kvweave.cluster.remote import RemoteEngine
 from kvweave.cluster.replica import EngineReplica
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig, validate
 from kvweave.errors import ConfigError, UnsupportedModelError, reason
-from kvweave.server.model_card import Facts
+from kvweave.server.model_card import EngineInfo
 
 
 def engines(
@@ -155,7 +155,7 @@ _NAME = "kvweave"
 @contextmanager
 def running_engines(
     config: EngineConfig, cluster: ClusterConfig, router: RequestRouterConfig | None = None
-) -> Iterator[tuple[RemoteEngine, Facts]]:
+) -> Iterator[tuple[RemoteEngine, EngineInfo]]:
     """Replicas that are up, within the block.
 
     Ray is started for them, on this machine's loopback, unless there is a cluster to join; what was
@@ -180,7 +180,7 @@ def running_engines(
         except RuntimeError as error:  # Serve's word for replicas that do not come up
             raise UnsupportedModelError(f"the replicas do not start: {reason(error)}") from error
         try:
-            facts: Facts = handle.facts.remote().result()
+            facts: EngineInfo = handle.facts.remote().result()
             yield RemoteEngine(handle, facts), facts
         finally:
             serve.delete(_NAME)  # the cluster may go on without us

@@ -30,7 +30,7 @@ class Keying:
     """The loaded model's identity."""
     page_size: int
     stride: int
-    """Tokens between two doors, and under one of them."""
+    """Tokens between two anchors, and under one of them."""
 
 
 class PromptKeys:
@@ -43,7 +43,7 @@ class PromptKeys:
         seed = namespace_seed(Namespace(keying.model, salt=salt))
         whole = (len(tokens) - 1) // keying.page_size * keying.page_size
         self.pages = list(page_hashes(tokens[:whole], keying.page_size, seed))
-        self.windows = window_hashes(tokens[:-1], keying.stride, _door_seed(salt)).tolist()
+        self.windows = window_hashes(tokens[:-1], keying.stride, _anchor_seed(salt)).tolist()
         """At every offset."""
 
 
@@ -61,7 +61,7 @@ class ReplicaView:
     def __init__(self, keying: Keying) -> None:
         self._keying = keying
         self._blocks: dict[int, _Block] = {}
-        self._doors: Counter[int] = Counter()
+        self._anchors: Counter[int] = Counter()
         """How many blocks have each; text may be cached in many places."""
         self._expected: Counter[int] = Counter()
 
@@ -85,7 +85,7 @@ class ReplicaView:
                     self._remove(name)
             elif isinstance(event, AllBlocksCleared):
                 self._blocks.clear()
-                self._doors.clear()
+                self._anchors.clear()
 
     def expect(self, keys: PromptKeys) -> None:
         """A request with this prompt goes there: the next with the same prefix may well follow."""
@@ -108,8 +108,8 @@ class ReplicaView:
         return Overlap(exact, self._moved(keys, exact))
 
     def _moved(self, keys: PromptKeys, exact: int) -> int:
-        doors = self._doors
-        found = [at for at in range(exact, len(keys.windows)) if keys.windows[at] in doors]
+        anchors = self._anchors
+        found = [at for at in range(exact, len(keys.windows)) if keys.windows[at] in anchors]
         covered, end = 0, exact
         for at in found:  # windows that overlap count once
             covered += at + keys.stride - max(at, end)
@@ -120,35 +120,35 @@ class ReplicaView:
         size, parent = event.block_size, event.parent_block_hash
         tokens = np.array(event.token_ids, np.int32)
         begin = self._depth(parent)
-        doors = self._doors_of(event, tokens, begin)
+        anchors = self._anchors_of(event, tokens, begin)
         for at, name in enumerate(event.block_hashes):
             if name not in self._blocks:  # else it is told twice, after a loss
                 own = tokens[at * size : (at + 1) * size]
-                self._blocks[name] = _Block(parent, own, begin + (at + 1) * size, doors[at])
-                self._doors.update(doors[at])
+                self._blocks[name] = _Block(parent, own, begin + (at + 1) * size, anchors[at])
+                self._anchors.update(anchors[at])
             parent = name
 
     def _remove(self, name: int) -> None:
         block = self._blocks.pop(name, None)
-        for door in block.doors if block else ():
-            self._doors[door] -= 1
-            if not self._doors[door]:
-                del self._doors[door]
+        for anchor in block.anchors if block else ():
+            self._anchors[anchor] -= 1
+            if not self._anchors[anchor]:
+                del self._anchors[anchor]
 
     def _depth(self, parent: int | None) -> int:
         block = None if parent is None else self._blocks.get(parent)
         return 0 if block is None else block.end
 
-    def _doors_of(self, event: BlockStored, tokens: IntArray, begin: int) -> list[list[int]]:
+    def _anchors_of(self, event: BlockStored, tokens: IntArray, begin: int) -> list[list[int]]:
         """By block: hashes of the windows at multiples of the stride that end in it."""
         stride, size = self._keying.stride, event.block_size
         before = self._up_to(event.parent_block_hash, stride - 1)
-        hashes = window_hashes(np.concatenate([before, tokens]), stride, _door_seed(event.salt))
+        hashes = window_hashes(np.concatenate([before, tokens]), stride, _anchor_seed(event.salt))
         first = (len(before) - begin) % stride
         ends = range(first + stride - 1 - len(before), len(tokens), stride)
         found: list[list[int]] = [[] for _ in event.block_hashes]
-        for end, door in zip(ends, hashes[first::stride].tolist(), strict=True):
-            found[end // size].append(door)
+        for end, anchor in zip(ends, hashes[first::stride].tolist(), strict=True):
+            found[end // size].append(anchor)
         return found
 
     def _up_to(self, name: int | None, count: int) -> IntArray:
@@ -162,17 +162,17 @@ class ReplicaView:
 
 
 class _Block:
-    __slots__ = ("doors", "end", "parent", "tokens")
+    __slots__ = ("anchors", "end", "parent", "tokens")
 
-    def __init__(self, parent: int | None, tokens: IntArray, end: int, doors: list[int]) -> None:
+    def __init__(self, parent: int | None, tokens: IntArray, end: int, anchors: list[int]) -> None:
         self.parent = parent
         self.tokens = tokens
         self.end = end
         """Its last token's position, plus one."""
-        self.doors = doors
+        self.anchors = anchors
 
 
-def _door_seed(salt: str | None) -> int:
+def _anchor_seed(salt: str | None) -> int:
     """Replicas serve one model, so the salt alone tells namespaces apart."""
     return namespace_seed(Namespace("", salt=salt))
 
@@ -197,7 +197,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReplicaLoad:
     """How a replica stands towards one prompt. All in tokens."""
 
     overlap: Overlap
@@ -207,14 +207,16 @@ class Standing:
     """What its cache holds."""
 
 
-def score(standing: Standing, length: int, weights: Weights) -> float:
+def score(standing: ReplicaLoad, length: int, weights: Weights) -> float:
     """Tokens that this replica saves, less what stands in the way."""
     saved = standing.overlap.exact + weights.moved * standing.overlap.moved
     worth = saved if saved >= weights.least_share * length else 0.0
     return worth - weights.load * standing.load
 
 
-def ranked(standings: Mapping[_Replica, Standing], length: int, weights: Weights) -> list[_Replica]:
+def ranked(
+    standings: Mapping[_Replica, ReplicaLoad], length: int, weights: Weights
+) -> list[_Replica]:
     """Best first. Of equals, the one that keeps least: so new conversations spread."""
 
     def order(replica: _Replica) -> tuple[float, int]:

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
 from kvweave.errors import RequestError
-from kvweave.server.model_card import Facts
+from kvweave.server.model_card import EngineInfo
 
 if TYPE_CHECKING:
     from kvweave.engine.engine import Engine
@@ -33,7 +33,7 @@ _TRIES = 3
 class RemoteEngine:
     """A `server.service.ServingEngine` over a handle to EngineReplica deployments."""
 
-    def __init__(self, handle: DeploymentHandle, facts: Facts) -> None:
+    def __init__(self, handle: DeploymentHandle, facts: EngineInfo) -> None:
         self.tokenizer = facts.tokenizer
         self.alive = True
         """Whether any replica answered when last asked."""
@@ -92,7 +92,7 @@ class RemoteEngine:
         """The sum over all replicas, as of a second ago."""
         return self._snapshot
 
-    async def look(self, at: Callable[[Engine], T]) -> T:
+    async def run_on_engine_thread(self, at: Callable[[Engine], T]) -> T:
         """There is no one engine to look into."""
         raise RequestError(
             "the explorer looks into one engine, and several stand behind this server", status=501

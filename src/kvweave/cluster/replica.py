@@ -15,7 +15,7 @@ from kvweave.config import EngineConfig
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
 from kvweave.errors import EngineDeadError
 from kvweave.prefix.registry import exact_form
-from kvweave.server.model_card import Facts
+from kvweave.server.model_card import EngineInfo
 
 _HANGS_AFTER = 120.0
 """Seconds without the end of a step, after which the engine is held to hang."""
@@ -41,13 +41,13 @@ class EngineReplica:
         from kvweave.engine.engine import Engine
         from kvweave.engine.selfcheck.gate import guarded
         from kvweave.models import load_model
-        from kvweave.server.model_card import facts_of
+        from kvweave.server.model_card import engine_info
 
         if threads is not None:
             torch.set_num_threads(threads)
         loaded = await asyncio.to_thread(load_model, config.model)
         config, check = await asyncio.to_thread(guarded, config, loaded)
-        self._facts = facts_of(loaded, config, check)
+        self._facts = engine_info(loaded, config, check)
         engine = Engine(_publishing(config, ray.util.get_node_ip_address()), loaded)
         self._metadata = {
             "model": loaded.identity,
@@ -78,10 +78,12 @@ class EngineReplica:
             if seconds > _HANGS_AFTER:
                 raise EngineDeadError(f"the engine hangs: no step has ended for {seconds:.0f} s")
         elif self._answering:
-            between_steps = asyncio.ensure_future(self._engine.look(lambda engine: None))
+            between_steps = asyncio.ensure_future(
+                self._engine.run_on_engine_thread(lambda engine: None)
+            )
             self._asked = time.monotonic(), between_steps
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> EngineInfo:
         """All replicas say the same."""
         return self._facts
 
@@ -122,5 +124,5 @@ def _publishing(config: EngineConfig, address: str) -> EngineConfig:
 
 
 def _addresses(engine: Any) -> dict[str, str]:
-    publisher = engine.machinery.events
+    publisher = engine.components.events
     return {"events": publisher.endpoint, "replay": publisher.replay_endpoint}

@@ -17,8 +17,8 @@ from kvweave.cluster.overlap import (
     Keying,
     Overlap,
     PromptKeys,
+    ReplicaLoad,
     ReplicaView,
-    Standing,
     Weights,
     ranked,
 )
@@ -52,12 +52,12 @@ class _Followed:
         self.load = 0
         self._follower = EventFollower(metadata["events"], metadata["replay"])
 
-    def standing(self, keys: PromptKeys) -> Standing:
+    def load(self, keys: PromptKeys) -> ReplicaLoad:
         self.view.apply(self._follower.drain())
         overlap = self.view.overlap(keys)
         if not self._moves:
             overlap = Overlap(overlap.exact, 0)
-        return Standing(overlap, self.load, self.view.kept)
+        return ReplicaLoad(overlap, self.load, self.view.kept)
 
     def book(self, booking: _Booking) -> None:
         self.view.expect(booking.keys)
@@ -105,9 +105,7 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
             return [candidate_replicas]
         self._forget_unsent()
         keys = self._keys(request, self._followed[known[0].replica_id].keying)
-        standings = {
-            each.replica_id: self._followed[each.replica_id].standing(keys) for each in known
-        }
+        standings = {each.replica_id: self._followed[each.replica_id].load(keys) for each in known}
         order = ranked(standings, keys.length, self._weights)
         best = standings[order[0]].overlap
         cost = keys.length - best.exact - int(self._weights.moved * best.moved)

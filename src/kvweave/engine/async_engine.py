@@ -115,7 +115,7 @@ class AsyncEngine:
                     raise
             await asyncio.sleep(_LOOK_AGAIN)
 
-    async def look(self, at: Callable[[Engine], _T]) -> _T:
+    async def run_on_engine_thread(self, at: Callable[[Engine], _T]) -> _T:
         """What `at` sees in the engine between two steps. It must be quick, and change nothing."""
         return await asyncio.wrap_future(self._submit(partial(at, self._engine)))
 

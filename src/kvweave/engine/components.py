@@ -32,8 +32,8 @@ def _uninterruptible(wanted: Callable[[], bool]) -> AbstractContextManager[None]
 
 
 @dataclass(frozen=True, slots=True)
-class Machinery:
-    """Everything below the scheduler; `building.build_machinery` makes the real one."""
+class EngineComponents:
+    """Everything below the scheduler; `building.build_components` makes the real one."""
 
     pool: PagePool
     cache: PrefixCache

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from kvweave.config import EngineConfig
-from kvweave.engine.components import Machinery
-from kvweave.engine.execution.batch_builder import Packer
-from kvweave.engine.execution.executor import Outcome, Passes
+from kvweave.engine.components import EngineComponents
+from kvweave.engine.execution.batch_builder import BatchBuilder
+from kvweave.engine.execution.executor import BatchExecutor, RowOutput
 from kvweave.engine.heal import Healer
 from kvweave.engine.limits import Limits
-from kvweave.engine.output.sequence_output import Answer, AnswerMaker
+from kvweave.engine.output.sequence_output import SequenceOutput, SequenceOutputFactory
 from kvweave.engine.scheduler.request import RequestGroup, Sequence, Status
 from kvweave.engine.scheduler.scheduler import Row, Scheduler
 from kvweave.engine.stats import Reporter
@@ -46,37 +46,37 @@ class Engine:
     """Serves a loaded model: `step()` until `has_work` is False; nothing happens in between."""
 
     def __init__(
-        self, config: EngineConfig, loaded: LoadedModel, machinery: Machinery | None = None
+        self, config: EngineConfig, loaded: LoadedModel, components: EngineComponents | None = None
     ) -> None:
         """Builds the machinery unless given. ConfigError where model and flags do not fit."""
         config.validate()
         self.config = config
         self.loaded = loaded
-        if machinery is None:
+        if components is None:
             # Here: it loads the models' code, which takes seconds and is not always needed.
-            from kvweave.engine.factory import build_machinery
+            from kvweave.engine.factory import build_components
 
-            machinery = build_machinery(config, loaded)
-        self.machinery = machinery
-        pool, self.cache = self.machinery.pool, self.machinery.cache
+            components = build_components(config, loaded)
+        self.components = components
+        pool, self.cache = self.components.pool, self.components.cache
         slots = pool.num_pages * pool.page_size
         self.limits = Limits(loaded.context_length, slots, loaded.vocab_size)
         self.scheduler = Scheduler(self.cache, config.scheduler)
         self.dead = False
         """Failed too often in a row: nothing will be answered any more."""
-        self._maker = AnswerMaker(loaded.tokenizer, loaded.eos_token_ids)
+        self._maker = SequenceOutputFactory(loaded.tokenizer, loaded.eos_token_ids)
         self._seeds = np.random.default_rng(config.scheduler.random_seed)
-        packer = Packer(pool.page_size)
-        self._passes = Passes(machinery, packer)
+        batch_builder = BatchBuilder(pool.page_size)
+        self._executor = BatchExecutor(components, batch_builder)
         most_to_heal = config.fuzzy.fuzzy_heal_queue if config.fuzzy.fuzzy_heal else 0
-        self._healer = Healer(machinery, packer, most_to_heal, self.scheduler.give_back)
-        self._reporter = Reporter(self.scheduler, self.cache, self._healer, machinery.events)
+        self._healer = Healer(components, batch_builder, most_to_heal, self.scheduler.give_back)
+        self._reporter = Reporter(self.scheduler, self.cache, self._healer, components.events)
         self._groups: dict[str, RequestGroup] = {}
-        self._answers: dict[Sequence, Answer] = {}
+        self._answers: dict[Sequence, SequenceOutput] = {}
         self._deltas: list[OutputDelta] = []
         self._arrivals = 0
         self._failures = 0
-        self._failed_asides: set[str] = set()
+        self._failed_best_efforts: set[str] = set()
 
     @property
     def has_work(self) -> bool:
@@ -94,7 +94,7 @@ class Engine:
         group = RequestGroup(request, self.namespace(request.cache_salt))
         prompt, limit = np.array(request.prompt_ids, np.int32), self.limits.longest(request)
         drawn = int(self._seeds.integers(2**63))
-        answers: dict[Sequence, Answer] = {}
+        answers: dict[Sequence, SequenceOutput] = {}
         for index in range(request.sampling.n):
             sequence = Sequence(group, index, self._arrivals, prompt, limit)
             self._arrivals += 1
@@ -134,7 +134,7 @@ class Engine:
         """
         if not self.dead:
             self._step()
-            self._aside(self._tell)
+            self._best_effort(self._tell)
         return self._take_deltas()
 
     def prefixes(self, cache_salt: str | None = None) -> CachedPrefixes:
@@ -154,7 +154,7 @@ class Engine:
         self.scheduler.settle()
         if not self._healer.step(wanted):
             return False
-        self._aside(self._tell)
+        self._best_effort(self._tell)
         return True
 
     def flush_cache(self) -> None:
@@ -167,7 +167,7 @@ class Engine:
         self._healer.clear()
         self.scheduler.settle()
         self.cache.reset()
-        self._aside(self._tell)
+        self._best_effort(self._tell)
 
     def snapshot(self) -> EngineSnapshot:
         """Gauges and counters, as of now."""
@@ -186,26 +186,26 @@ class Engine:
 
     def close(self) -> None:
         """Nothing will follow: send what others wait for, give back what is not memory."""
-        if self.machinery.events is not None:
-            self.machinery.events.close()
+        if self.components.events is not None:
+            self.components.events.close()
 
     def _tell(self) -> None:
         """Whoever follows the cache learns what changed in it."""
-        if self.machinery.events is not None and (events := self.cache.take_events()):
-            self.machinery.events.publish(events)
+        if self.components.events is not None and (events := self.cache.take_events()):
+            self.components.events.publish(events)
 
     def _take_deltas(self) -> list[OutputDelta]:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _aside(self, call: Callable[..., object], *given: object) -> None:
+    def _best_effort(self, call: Callable[..., object], *given: object) -> None:
         """Call what serves nobody's answer (counters, followers, healing); its fault costs none."""
         try:
             call(*given)
         except Exception:
             name = getattr(call, "__qualname__", repr(call))
-            if name not in self._failed_asides:
-                self._failed_asides.add(name)
+            if name not in self._failed_best_efforts:
+                self._failed_best_efforts.add(name)
                 logger.error("%s failed, answers go on; told once", name, exc_info=True)
 
     def _step(self) -> None:
@@ -216,13 +216,13 @@ class Engine:
             return
         for sequence, failure in step.failed:
             self._fail(sequence, failure)
-        self._aside(self._reporter.planned, step)
+        self._best_effort(self._reporter.planned, step)
         if not step.rows:
             return
         states = {s: self._answers[s].sampling for s in (row.sequence for row in step.rows)}
         last: Exception | None = None
         computed = False
-        for row, outcome in self._passes.run(step.rows, states):
+        for row, outcome in self._executor.run(step.rows, states):
             computed |= outcome.computed
             try:
                 self._advance(row, outcome)
@@ -232,9 +232,9 @@ class Engine:
         if computed:
             self._failures = 0
         elif last is not None:
-            self._got_nothing_done(last, self._passes.work)
+            self._got_nothing_done(last, self._executor.work)
 
-    def _advance(self, row: Row, outcome: Outcome) -> None:
+    def _advance(self, row: Row, outcome: RowOutput) -> None:
         """One row's forward pass succeeded: its progress counts, and its answer goes on."""
         if outcome.error is not None:
             raise outcome.error
@@ -287,9 +287,9 @@ class Engine:
     def _close(self, sequence: Sequence, last: OutputDelta) -> None:
         """The answer is over: its pages go back, its last delta goes out."""
         if last.finish_reason in ("stop", "length"):
-            self._aside(self._healer.served, sequence)
+            self._best_effort(self._healer.served, sequence)
         self.scheduler.end(sequence)
-        self._aside(self._reporter.ended, last.finish_reason)
+        self._best_effort(self._reporter.ended, last.finish_reason)
         del self._answers[sequence]
         group = sequence.group
         group.sequences.remove(sequence)

@@ -10,7 +10,7 @@ from typing import Any
 from kvweave.config import EngineConfig, FuzzyConfig
 from kvweave.config.events import EventsConfig
 from kvweave.engine.attention import get_backend
-from kvweave.engine.components import Machinery
+from kvweave.engine.components import EngineComponents
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.errors import ConfigError
 from kvweave.events import open_sink
@@ -27,11 +27,11 @@ from kvweave.prefix.registry import create_cache
 logger = logging.getLogger("kvweave.engine")
 
 
-def build_machinery(
+def build_components(
     config: EngineConfig,
     loaded: LoadedModel,
     make_mover: Callable[[KVTensors], KVMover] = TensorMover,
-) -> Machinery:
+) -> EngineComponents:
     """Raises ConfigError where flags and model, or flags and memory, do not go together.
 
     `make_mover` makes what moves KV; benches that do it wrong on purpose bring their own.
@@ -45,7 +45,7 @@ def build_machinery(
     options = CacheOptions(
         eviction=cache_config.radix_eviction_policy,
         events=wanted is not None,
-        wait_for_producers=cache_config.cold_group_wait,
+        wait_for_pending=cache_config.cold_group_wait,
         fuzzy=_fuzzy(config, loaded),
         decode=decoder(loaded.tokenizer),
     )
@@ -62,7 +62,7 @@ def build_machinery(
     runner = ModelRunner(loaded, kv, attention)
     # Last: it takes addresses, and starts a thread.
     events = None if wanted is None else open_sink(wanted)
-    return Machinery(pool, cache, runner, events, hooks.interruptible)
+    return EngineComponents(pool, cache, runner, events, hooks.interruptible)
 
 
 def decoder(tokenizer: Any) -> Callable[[IntArray], str]:
@@ -78,7 +78,7 @@ def decoder(tokenizer: Any) -> Callable[[IntArray], str]:
 def _fuzzy(config: EngineConfig, loaded: LoadedModel) -> FuzzyConfig:
     """The settings for reuse beyond the prefix, as far as the model can follow them."""
     fuzzy = config.fuzzy
-    if loaded.narrows or not STRATEGIES[fuzzy.fuzzy_refresh_strategy].looks:
+    if loaded.prunes_tokens or not STRATEGIES[fuzzy.fuzzy_refresh_strategy].looks:
         return fuzzy
     if fuzzy.fuzzy_refresh:
         logger.warning(

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvweave.engine.components import Machinery
-from kvweave.engine.execution.batch_builder import Packer
+from kvweave.engine.components import EngineComponents
+from kvweave.engine.execution.batch_builder import BatchBuilder
 from kvweave.engine.scheduler.request import RequestGroup, Sequence
 from kvweave.engine.scheduler.scheduler import Row
 from kvweave.engine.types import GenerateRequest, SamplingParams
@@ -85,15 +85,15 @@ class Healer:
 
     def __init__(
         self,
-        machinery: Machinery,
-        packer: Packer,
+        components: EngineComponents,
+        batch_builder: BatchBuilder,
         most: int,
         give_back: Callable[[Lease], None],
     ) -> None:
         self.counters = HealCounters()
-        self._machinery = machinery
-        self._cache = machinery.cache
-        self._packer = packer
+        self._components = components
+        self._cache = components.cache
+        self._batch_builder = batch_builder
         self._give_back = give_back
         self._most = most
         size = self._cache.page_size
@@ -111,7 +111,7 @@ class Healer:
         if not self._most or lease is None or not lease.plan.approximate:
             return
         tokens = sequence.tokens[: sequence.prompt_length].copy()
-        standing = self._cache.standing(lease.priority)
+        standing = self._cache.eviction_key(lease.priority)
         prompt = _Prompt(
             lease.rid, lease.namespace, tokens, lease.priority, lease.semantic, standing
         )
@@ -168,9 +168,9 @@ class Healer:
             sequence.start(lease)
             count = sequence.remaining
             row = Row(sequence, count, prefill=True, completes=True)
-            batch, _ = self._packer.pack([row])
-            with self._machinery.interruptible(wanted):
-                self._machinery.runner.forward(batch)
+            batch, _ = self._batch_builder.pack([row])
+            with self._components.interruptible(wanted):
+                self._components.runner.forward(batch)
             self._cache.publish(lease, sequence.tokens, computed=end)
             self.counters.tokens += count
             if lease.published >= whole:

@@ -1,7 +1,7 @@
 """A runner in front of an engine's own: it keeps the logits of an answer, and may dictate it.
 
 The engine knows nothing of it. A greedy sampler follows whatever logit is the largest, so an answer
-is dictated by raising one logit after the real ones have been noted.
+is teacher_forced by raising one logit after the real ones have been noted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvweave.errors import KvweaveError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trace:
+class RecordedLogits:
     """An answer as its model saw it.
 
     logits: float32 (T, V) on the CPU, as the model gave them; row t is what token t was chosen by.
@@ -28,7 +28,7 @@ class Trace:
     tokens: tuple[int, ...]
 
 
-class Probe:
+class LogitRecorder:
     """Stands in for an engine's runner; for one greedy request at a time."""
 
     def __init__(self, runner: Runner) -> None:
@@ -37,13 +37,13 @@ class Probe:
         self._tokens: list[int] = []
         self._dictated: tuple[int, ...] = ()
 
-    def begin(self, dictated: Sequence[int] = ()) -> None:
-        """A new request follows, whose first tokens will be the `dictated` ones."""
-        self._rows, self._tokens, self._dictated = [], [], tuple(dictated)
+    def begin(self, teacher_forced: Sequence[int] = ()) -> None:
+        """A new request follows, whose first tokens will be the `teacher_forced` ones."""
+        self._rows, self._tokens, self._dictated = [], [], tuple(teacher_forced)
 
-    def trace(self) -> Trace:
+    def trace(self) -> RecordedLogits:
         """What was answered since `begin`."""
-        return Trace(torch.stack(self._rows), tuple(self._tokens))
+        return RecordedLogits(torch.stack(self._rows), tuple(self._tokens))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         logits = self.runner.forward(batch)

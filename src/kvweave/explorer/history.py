@@ -13,7 +13,7 @@ import numpy as np
 
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.plan import Span, Tier
-from kvweave.server.request_metrics import Trace
+from kvweave.server.request_metrics import RequestMetrics
 
 FRESH = "fresh"
 REFRESHED = "refreshed"
@@ -200,7 +200,7 @@ class History:
         earlier = [other for other in self._records if other.arrived < record.arrived]
         return sorted(earlier, key=lambda other: -other.arrived)
 
-    def add(self, trace: Trace) -> None:
+    def add(self, trace: RequestMetrics) -> None:
         """Remember a prompt that has just ended."""
         self._added += 1
         record = _record(self._added, trace)
@@ -215,7 +215,7 @@ class History:
             self.timeline.add(time.time(), record.counts)
 
 
-def _record(number: int, trace: Trace) -> Record:
+def _record(number: int, trace: RequestMetrics) -> Record:
     request = trace.request
     return Record(
         number=number,

@@ -28,7 +28,7 @@ from kvweave.explorer.views import (
     why_not_view,
 )
 from kvweave.prefix.plan import Tier
-from kvweave.prefix.tree_snapshot import TreeOutline
+from kvweave.prefix.tree_snapshot import TreeSnapshot
 from kvweave.server.responses import TokenTexts
 from kvweave.server.service import Service
 
@@ -142,8 +142,8 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
     async def tree(request: Request) -> dict[str, Any]:
         """The tree, its most recently used nodes first."""
         texts = _shown_texts(service, request)
-        outline = await _outline(service, history)
-        return {"tree": None if outline is None else tree_view(outline, texts)}
+        snapshot = await _snapshot(service, history)
+        return {"tree": None if snapshot is None else tree_view(snapshot, texts)}
 
     return router
 
@@ -173,26 +173,26 @@ async def _paraphrase_lenders(service: Service, history: History, record: Record
     if all(span.tier is not Tier.PARAPHRASE for span in record.spans):
         return {}
     try:
-        outline = await _outline(service, history)
+        snapshot = await _snapshot(service, history)
     except RequestError:
         return {}  # a map without these names is better than none
-    nodes = outline.nodes if outline is not None else ()
+    nodes = snapshot.nodes if snapshot is not None else ()
     return {str(node.order): int(node.prompts[0]) for node in nodes if node.prompts}
 
 
-async def _outline(service: Service, history: History) -> TreeOutline | None:
+async def _snapshot(service: Service, history: History) -> TreeSnapshot | None:
     records = list(history)[-PLACED_PROMPTS:]
 
-    def outline(engine: Engine) -> TreeOutline | None:
+    def snapshot(engine: Engine) -> TreeSnapshot | None:
         prompts = [view_of(engine, record, record.tokens) for record in records]
-        return engine.cache.outline(prompts, MOST_NODES)
+        return engine.cache.tree_snapshot(prompts, MOST_NODES)
 
-    return await _look(service, outline)
+    return await _look(service, snapshot)
 
 
 async def _look(service: Service, at: Callable[[Engine], _T]) -> _T:
     try:
-        return await asyncio.wait_for(service.engine.look(at), _LOOK_SECONDS)
+        return await asyncio.wait_for(service.engine.run_on_engine_thread(at), _LOOK_SECONDS)
     except TimeoutError:
         raise RequestError(
             f"the engine was busy for {_LOOK_SECONDS:g} seconds; try again later", status=503

@@ -12,8 +12,8 @@ from typing import Any
 from kvweave.explorer.history import Record, Slice, SourceRun
 from kvweave.explorer.queries import Explained, donor_of, pieces
 from kvweave.prefix.contract import Declined
-from kvweave.prefix.tree_snapshot import NodeOutline, TreeOutline
-from kvweave.server.request_metrics import Trace
+from kvweave.prefix.tree_snapshot import NodeSnapshot, TreeSnapshot
+from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.responses import TokenTexts
 
 MOST_SHOWN = 16_384
@@ -21,7 +21,7 @@ MOST_SHOWN = 16_384
 ANSWER_SHOWN = 1_024
 
 
-def live_view(trace: Trace) -> dict[str, Any]:
+def live_view(trace: RequestMetrics) -> dict[str, Any]:
     """A prompt that is being answered."""
     return {
         "rid": trace.rid,
@@ -123,18 +123,18 @@ def _excerpt(record: Record, start: int, length: int, texts: TokenTexts) -> str:
     return "".join(pieces(texts, tokens.tolist()))
 
 
-def tree_view(outline: TreeOutline, texts: TokenTexts | None) -> dict[str, Any]:
+def tree_view(snapshot: TreeSnapshot, texts: TokenTexts | None) -> dict[str, Any]:
     """The tree, as far as it is shown, and sums over all of it."""
     return {
-        "page_size": outline.page_size,
-        "cached_tokens": outline.cached_pages * outline.page_size,
-        "evictable_tokens": outline.evictable_pages * outline.page_size,
-        "shown_tokens": sum(node.length for node in outline.nodes),
-        "nodes": [_node(node, texts) for node in outline.nodes],
+        "page_size": snapshot.page_size,
+        "cached_tokens": snapshot.cached_pages * snapshot.page_size,
+        "evictable_tokens": snapshot.evictable_pages * snapshot.page_size,
+        "shown_tokens": sum(node.length for node in snapshot.nodes),
+        "nodes": [_node(node, texts) for node in snapshot.nodes],
     }
 
 
-def _node(node: NodeOutline, texts: TokenTexts | None) -> dict[str, Any]:
+def _node(node: NodeSnapshot, texts: TokenTexts | None) -> dict[str, Any]:
     view: dict[str, Any] = {
         "id": node.order,
         "parent": node.parent,

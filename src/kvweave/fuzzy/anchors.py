@@ -75,8 +75,8 @@ Offsets = npt.NDArray[np.intp]
 _NONE = -1
 
 
-class DoorTable:
-    """A hash table with chained buckets, in numpy arrays; a door is an index into them.
+class AnchorTable:
+    """A hash table with chained buckets, in numpy arrays; a anchor is an index into them.
 
     `num_slots` sizes the buckets once and for all: there is never a rehash, and so never a pause.
     """
@@ -84,17 +84,17 @@ class DoorTable:
     def __init__(self, num_slots: int, page_size: int, stride: int) -> None:
         self._page_size = page_size
         expected = max(num_slots // stride, 32)
-        self._bits = expected.bit_length()  # one to two buckets for every door of a full pool
+        self._bits = expected.bit_length()  # one to two buckets for every anchor of a full pool
         self._heads = np.full(1 << self._bits, _NONE, np.int32)
         self._first_on_page = np.full(-(-num_slots // page_size), _NONE, np.int32)
         self._hash = np.zeros(0, np.uint64)
         self._slot = np.zeros(0, np.int32)
         self._next = np.zeros(0, np.int32)
-        """Next in the bucket, for the newest door of each hash; next free, for those not in use."""
+        """Next in the bucket, for the newest anchor of a hash; next free, for those not in use."""
         self._newer = np.zeros(0, np.int32)
         self._older = np.zeros(0, np.int32)
         self._beside = np.zeros(0, np.int32)
-        """Another door of the same page."""
+        """Another anchor of the same page."""
         self._free = _NONE
         self._count = 0
         self._make_room(expected)
@@ -110,97 +110,97 @@ class DoorTable:
     # Asking.
 
     def probe(self, hashes: HashArray) -> tuple[Offsets, IntArray]:
-        """Which of `hashes` have doors: their indices, ascending, and the newest door of each."""
-        doors = self._heads[(hashes >> np.uint64(64 - self._bits)).view(np.int64)]
-        at = np.flatnonzero(doors >= 0)
-        doors, found = doors[at], np.full(len(hashes), _NONE, np.int32)
+        """Which of `hashes` have anchors: indices, ascending, and the newest anchor of each."""
+        anchors = self._heads[(hashes >> np.uint64(64 - self._bits)).view(np.int64)]
+        at = np.flatnonzero(anchors >= 0)
+        anchors, found = anchors[at], np.full(len(hashes), _NONE, np.int32)
         while len(at):
-            same = self._hash[doors] == hashes[at]
-            found[at[same]] = doors[same]
-            doors = self._next[doors]
-            left = ~same & (doors >= 0)
-            at, doors = at[left], doors[left]
+            same = self._hash[anchors] == hashes[at]
+            found[at[same]] = anchors[same]
+            anchors = self._next[anchors]
+            left = ~same & (anchors >= 0)
+            at, anchors = at[left], anchors[left]
         at = np.flatnonzero(found >= 0)
         return at, found[at]
 
-    def slots(self, door: int, limit: int) -> list[int]:
-        """Up to `limit` slots with the hash of `door`, a newest one; newest first."""
+    def slots(self, anchor: int, limit: int) -> list[int]:
+        """Up to `limit` slots with the hash of `anchor`, a newest one; newest first."""
         slots: list[int] = []
-        while door >= 0 and len(slots) < limit:
-            slots.append(self._slots[door])
-            door = self._olders[door]
+        while anchor >= 0 and len(slots) < limit:
+            slots.append(self._slots[anchor])
+            anchor = self._olders[anchor]
         return slots
 
     # Changing.
 
     def open(self, hashes: HashArray, slots: IntArray) -> None:
-        """Add a door per hash, to the slot of its window's last token."""
+        """Add a anchor per hash, to the slot of its window's last token."""
         while self._count + len(hashes) > len(self._hash):
             self._make_room(2 * len(self._hash))
         for hash_, slot in zip(hashes.tolist(), slots.tolist(), strict=True):
             self._open(hash_, slot)
 
     def close(self, pages: IntArray) -> None:
-        """Remove every door to `pages`."""
+        """Remove every anchor to `pages`."""
         first = self._first_on_page[pages]
-        for door in first[first >= 0].tolist():
-            while door >= 0:
-                beside = self._besides[door]
-                self._close(door)
-                door = beside
+        for anchor in first[first >= 0].tolist():
+            while anchor >= 0:
+                beside = self._besides[anchor]
+                self._close(anchor)
+                anchor = beside
         self._first_on_page[pages] = _NONE
 
     def clear(self) -> None:
-        """Remove every door."""
+        """Remove every anchor."""
         self._heads.fill(_NONE)
         self._first_on_page.fill(_NONE)
         self._count = 0
         self._chain_free(0)
 
     def _open(self, hash_: int, slot: int) -> None:
-        door = self._free
-        self._free = self._nexts[door]
-        self._hashes[door], self._slots[door] = hash_, slot
+        anchor = self._free
+        self._free = self._nexts[anchor]
+        self._hashes[anchor], self._slots[anchor] = hash_, slot
         page = slot // self._page_size
-        self._besides[door] = self._firsts[page]
-        self._firsts[page] = door
+        self._besides[anchor] = self._firsts[page]
+        self._firsts[page] = anchor
         bucket = hash_ >> (64 - self._bits)
         before, twin = _NONE, self._head[bucket]
         while twin >= 0 and self._hashes[twin] != hash_:
             before, twin = twin, self._nexts[twin]
-        self._newers[door], self._olders[door] = _NONE, twin
+        self._newers[anchor], self._olders[anchor] = _NONE, twin
         if twin >= 0:
-            self._newers[twin] = door
-            self._nexts[door] = self._nexts[twin]
-            self._link(bucket, before, door)
+            self._newers[twin] = anchor
+            self._nexts[anchor] = self._nexts[twin]
+            self._link(bucket, before, anchor)
         else:
-            self._nexts[door] = self._head[bucket]
-            self._head[bucket] = door
+            self._nexts[anchor] = self._head[bucket]
+            self._head[bucket] = anchor
         self._count += 1
 
-    def _close(self, door: int) -> None:
-        newer, older = self._newers[door], self._olders[door]
+    def _close(self, anchor: int) -> None:
+        newer, older = self._newers[anchor], self._olders[anchor]
         if older >= 0:
             self._newers[older] = newer
         if newer >= 0:
             self._olders[newer] = older
         else:  # the newest of its hash stands in the bucket: the next older one takes its place
-            bucket = self._hashes[door] >> (64 - self._bits)
+            bucket = self._hashes[anchor] >> (64 - self._bits)
             before, at = _NONE, self._head[bucket]
-            while at != door:
+            while at != anchor:
                 before, at = at, self._nexts[at]
             if older >= 0:
-                self._nexts[older] = self._nexts[door]
-            self._link(bucket, before, older if older >= 0 else self._nexts[door])
-        self._nexts[door] = self._free
-        self._free = door
+                self._nexts[older] = self._nexts[anchor]
+            self._link(bucket, before, older if older >= 0 else self._nexts[anchor])
+        self._nexts[anchor] = self._free
+        self._free = anchor
         self._count -= 1
 
-    def _link(self, bucket: int, before: int, door: int) -> None:
+    def _link(self, bucket: int, before: int, anchor: int) -> None:
         if before >= 0:
-            self._nexts[before] = door
+            self._nexts[before] = anchor
         else:
-            self._head[bucket] = door
+            self._head[bucket] = anchor
 
     def _make_room(self, capacity: int) -> None:
         used = len(self._hash)
@@ -216,7 +216,7 @@ class DoorTable:
         self._chain_free(used)
 
     def _chain_free(self, first: int) -> None:
-        """All doors from `first` on are free, and come before those that are free already."""
+        """All anchors from `first` on are free, and come before those that are free already."""
         self._next[first:] = np.arange(first + 1, len(self._next) + 1)
         self._next[-1] = self._free if first else _NONE
         self._free = first
@@ -228,34 +228,36 @@ class DoorTable:
     # Proving.
 
     def check(self) -> None:
-        """Walk every bucket, ring and page; IntegrityError where they hold different doors."""
+        """Walk every bucket, ring and page; IntegrityError where they hold different anchors."""
         in_rings: set[int] = set()
         for bucket in np.flatnonzero(self._heads >= 0).tolist():
             at = self._head[bucket]
             while at >= 0:
                 if self._hashes[at] >> (64 - self._bits) != bucket or self._newers[at] != _NONE:
-                    raise IntegrityError(f"door {at} stands in a bucket where it does not belong")
+                    raise IntegrityError(f"anchor {at} stands in a bucket where it does not belong")
                 in_rings.update(self._ring(at))
                 at = self._nexts[at]
         on_pages: set[int] = set()
         for page in np.flatnonzero(self._first_on_page >= 0).tolist():
-            door = self._firsts[page]
-            while door >= 0:
-                if self._slots[door] // self._page_size != page:
-                    raise IntegrityError(f"door {door} is filed under a page that is not its own")
-                on_pages.add(door)
-                door = self._besides[door]
+            anchor = self._firsts[page]
+            while anchor >= 0:
+                if self._slots[anchor] // self._page_size != page:
+                    raise IntegrityError(
+                        f"anchor {anchor} is filed under a page that is not its own"
+                    )
+                on_pages.add(anchor)
+                anchor = self._besides[anchor]
         if in_rings != on_pages or len(in_rings) != self._count:
             raise IntegrityError(
-                f"of {self._count} doors, {len(in_rings)} can be found by hash "
+                f"of {self._count} anchors, {len(in_rings)} can be found by hash "
                 f"and {len(on_pages)} by page"
             )
 
     def _ring(self, newest: int) -> list[int]:
-        ring, door = [newest], self._olders[newest]
-        while door >= 0:
-            if self._hashes[door] != self._hashes[newest] or self._newers[door] != ring[-1]:
-                raise IntegrityError(f"door {door} hangs in a ring where it does not belong")
-            ring.append(door)
-            door = self._olders[door]
+        ring, anchor = [newest], self._olders[newest]
+        while anchor >= 0:
+            if self._hashes[anchor] != self._hashes[newest] or self._newers[anchor] != ring[-1]:
+                raise IntegrityError(f"anchor {anchor} hangs in a ring where it does not belong")
+            ring.append(anchor)
+            anchor = self._olders[anchor]
         return ring

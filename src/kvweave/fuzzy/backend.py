@@ -78,7 +78,7 @@ class FuzzyCache(RadixCache):
             pieces = self._pieces(view, lease.plan.exact) if self._allows(view) else []
             if pieces:
                 self._realize(lease, pieces, self._share(view))
-            if view.fuzzy and self.options.wait_for_producers:
+            if view.fuzzy and self.options.wait_for_pending:
                 # What it computes although it might have been served stands nowhere else.
                 self._inflight.add(lease, view.tokens)
         except BaseException:
@@ -102,10 +102,10 @@ class FuzzyCache(RadixCache):
             if node is not None:
                 self.tree.touch(node, lease.priority, hits=1)
 
-    def promised(self, view: RequestView, matched: int) -> int:
+    def pending_prefix(self, view: RequestView, matched: int) -> int:
         """As for radix; or `matched` and what else running requests will soon be donors of."""
-        exact = super().promised(view, matched)
-        if exact or not self.options.wait_for_producers or not self._allows(view):
+        exact = super().pending_prefix(view, matched)
+        if exact or not self.options.wait_for_pending or not self._allows(view):
             return exact
         awaited = self._inflight.awaited(view, matched)
         return matched + awaited if awaited else 0

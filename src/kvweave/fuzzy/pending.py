@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvweave.config import FuzzyConfig
-from kvweave.fuzzy.anchors import DoorTable, HashArray, block_hashes, window_hashes
+from kvweave.fuzzy.anchors import AnchorTable, HashArray, block_hashes, window_hashes
 from kvweave.fuzzy.donors import common_suffix
 from kvweave.fuzzy.span_index import DOORS_TRIED, runs_through
 from kvweave.kv.pool import IntArray
@@ -41,7 +41,7 @@ class _Producer:
         self._tokens = tokens
         self._page_size = page_size
         self._stride = stride
-        self._doors: DoorTable | None = None
+        self._anchors: AnchorTable | None = None
         self._shared: dict[str, tuple[IntArray, list[_Shared]]] = {}
         """By request: the tokens that were compared, and what was found. Neither ever changes."""
 
@@ -58,16 +58,16 @@ class _Producer:
 
     def compare(self, view: RequestView, hashes: HashArray, seconds: float) -> list[_Shared]:
         """The runs that `view` shares with what is unpublished; `hashes` are its windows'."""
-        doors = self._doors
-        if doors is None:
-            doors = self._doors = self._open_doors()
-        offsets, found = doors.probe(hashes)
+        anchors = self._anchors
+        if anchors is None:
+            anchors = self._anchors = self._open_doors()
+        offsets, found = anchors.probe(hashes)
 
         def longest_at(hit: int) -> _Shared | None:
             last = int(offsets[hit]) + self._stride - 1
             runs = [
                 self._run(view.tokens, last, there)
-                for there in doors.slots(int(found[hit]), DOORS_TRIED)
+                for there in anchors.slots(int(found[hit]), DOORS_TRIED)
             ]
             best = max(runs, key=lambda run: run.length)
             return best if best.start <= offsets[hit] else None
@@ -81,15 +81,15 @@ class _Producer:
         after = common_prefix(tokens[here + 1 :], self._tokens[there + 1 :])
         return _Shared(here + 1 - before, before + after, there + 1 - before)
 
-    def _open_doors(self) -> DoorTable:
+    def _open_doors(self) -> AnchorTable:
         begin, end = self.remaining
         begin -= begin % self._stride
         seed = namespace_seed(self.lease.namespace)
         hashes = block_hashes(self._tokens[begin:end], self._stride, seed)
-        doors = DoorTable(end, end, self._stride)
+        anchors = AnchorTable(end, end, self._stride)
         last = begin + self._stride - 1 + self._stride * np.arange(len(hashes), dtype=np.int32)
-        doors.open(hashes, last.astype(np.int32))
-        return doors
+        anchors.open(hashes, last.astype(np.int32))
+        return anchors
 
 
 class Inflight:
@@ -102,18 +102,18 @@ class Inflight:
         self._least = _LEAST_SPANS * config.fuzzy_min_span
         self._least_reuse_ratio = config.fuzzy_min_reuse_ratio
         self._seconds = config.fuzzy_time_budget_ms / 2000
-        self._producers: dict[Lease, _Producer] = {}
+        self._pending: dict[Lease, _Producer] = {}
 
     def add(self, lease: Lease, tokens: IntArray) -> None:
         """`lease` computes `tokens`, and will publish what its plan leaves exact."""
         producer = _Producer(lease, tokens, self._page_size, self._stride)
         begin, end = producer.remaining
         if end - begin >= self._least:
-            self._producers[lease] = producer
+            self._pending[lease] = producer
 
     def discard(self, lease: Lease) -> None:
         """`lease` is gone."""
-        self._producers.pop(lease, None)
+        self._pending.pop(lease, None)
 
     def awaited(self, view: RequestView, matched: int) -> int:
         """Tokens behind `matched` that one running request will soon offer as donor; 0 if few."""
@@ -123,7 +123,7 @@ class Inflight:
         )
         hashes: HashArray | None = None
         most = 0
-        for producer in list(self._producers.values()):
+        for producer in list(self._pending.values()):
             begin, end = producer.remaining
             if end - begin < self._least:
                 self.discard(producer.lease)  # nearly done: its prompt never gets longer

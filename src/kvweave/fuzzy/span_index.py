@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvweave.config import FuzzyConfig
-from kvweave.fuzzy.anchors import DoorTable, block_hashes, window_hashes
+from kvweave.fuzzy.anchors import AnchorTable, block_hashes, window_hashes
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.hash_index import namespace_seed
@@ -42,7 +42,7 @@ def runs_through(
     """Runs of at least `shortest` tokens through windows at `offsets` (ascending), last one first.
 
     `longest_at` gives the longest run through the window at `offsets[i]`, or None if its hash lied.
-    From the right, since the newest door of a periodic text is its deepest, from where one look
+    From the right, since the newest anchor of a periodic text is its deepest, from where one look
     finds all of it. Windows inside a run found are passed over. Stops after `seconds` with what
     there is: a prompt made of very many small pieces is not worth looking at all of them.
     """
@@ -68,22 +68,26 @@ class SpanIndex(FuzzyMatchProvider):
         super().__init__(donors, config)
         self._stride = config.fuzzy_stride
         self._seconds = config.fuzzy_time_budget_ms / 2000  # half the budget: be late for nobody
-        self.doors = DoorTable(donors.num_pages * donors.page_size, donors.page_size, self._stride)
+        self.anchors = AnchorTable(
+            donors.num_pages * donors.page_size, donors.page_size, self._stride
+        )
 
     def match(self, view: RequestView, exact: int) -> Sequence[Candidate]:
         seed = namespace_seed(view.namespace)
-        offsets, doors = self.doors.probe(window_hashes(view.tokens[exact:], self._stride, seed))
+        offsets, anchors = self.anchors.probe(
+            window_hashes(view.tokens[exact:], self._stride, seed)
+        )
         offsets += exact
 
         def longest_at(hit: int) -> Candidate | None:
-            return self._longest(view, int(offsets[hit]), int(doors[hit]))
+            return self._longest(view, int(offsets[hit]), int(anchors[hit]))
 
         return runs_through(offsets, 2 * self._stride - 1, longest_at, self._seconds)
 
-    def _longest(self, view: RequestView, offset: int, door: int) -> Candidate | None:
+    def _longest(self, view: RequestView, offset: int, anchor: int) -> Candidate | None:
         """The longest run through the window at `offset`, among the newest places of its text."""
         best = None
-        for slot in self.doors.slots(door, DOORS_TRIED):
+        for slot in self.anchors.slots(anchor, DOORS_TRIED):
             page, within = divmod(slot, self.donors.page_size)
             run = self.donors.run_around(
                 view, offset + self._stride - 1, page, self.donors.start(page) + within
@@ -103,13 +107,13 @@ class SpanIndex(FuzzyMatchProvider):
             tokens = self.donors.tokens(int(run.pages[-1]), first)
         hashes = block_hashes(tokens, stride, namespace_seed(run.namespace))
         last = first + stride - 1 + stride * np.arange(len(hashes)) - run.start
-        self.doors.open(hashes, (run.pages[last // size] * size + last % size).astype(np.int32))
+        self.anchors.open(hashes, (run.pages[last // size] * size + last % size).astype(np.int32))
 
     def on_evicted(self, pages: IntArray) -> None:
-        self.doors.close(pages)
+        self.anchors.close(pages)
 
     def clear(self) -> None:
-        self.doors.clear()
+        self.anchors.clear()
 
     def stats(self) -> Mapping[str, float]:
-        return {"doors": len(self.doors), "bytes": self.doors.nbytes}
+        return {"anchors": len(self.anchors), "bytes": self.anchors.nbytes}

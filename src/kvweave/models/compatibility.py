@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_NARROW = 1e-1
 
 
-def run_trial(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> int:
+def check_compatibility(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> int:
     """Compare packed rows with single ones; the number of logits per token.
 
     Raises UnsupportedModelError, as the end of a sentence about the model, where they differ.
@@ -53,11 +53,11 @@ def run_trial(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> int:
     return int(packed.shape[-1])
 
 
-def narrows(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> bool:
+def prunes_tokens(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> bool:
     """Whether tokens may drop out between the model's layers without harm to those that stay.
 
     The first row drops out after the first layer; the others must be answered as if it had not.
-    For a model that `hooks.prepare` has seen and `run_trial` has passed.
+    For a model that `hooks.prepare` has seen and `check_compatibility` has passed.
     """
     total, gone = sum(_ROWS), _ROWS[0]
     ids, positions, ends = _packed_rows(model)

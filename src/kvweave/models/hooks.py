@@ -33,14 +33,14 @@ _FAR = 1 << 20
 """A position beyond every window and chunk that models use."""
 
 
-Narrowing: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+TokenPruning: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """What becomes of each tensor that a decoder layer is given."""
 
 
 class _Here(threading.local):
     function: AttentionFunction | None = None
     wanted: Callable[[], bool] | None = None
-    narrowing: Narrowing | None = None
+    narrowing: TokenPruning | None = None
 
 
 _here = _Here()
@@ -70,7 +70,7 @@ def interruptible(wanted: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def narrowing(function: Narrowing | None) -> Iterator[None]:
+def narrowing(function: TokenPruning | None) -> Iterator[None]:
     """Let `function` change the arguments of this thread's decoder layers within the block.
 
     Of models that `prepare` has seen. It is called for every tensor, also for those in tuples,
@@ -110,7 +110,7 @@ def _narrow(
     return _each_tensor(args, function), _each_tensor(kwargs, function)
 
 
-def _each_tensor(value: Any, function: Narrowing) -> Any:
+def _each_tensor(value: Any, function: TokenPruning) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):

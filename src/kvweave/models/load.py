@@ -17,7 +17,7 @@ from kvweave.errors import ConfigError, KvweaveError, UnsupportedModelError, rea
 from kvweave.kv.layout import LayerLayout
 from kvweave.models import cpu, hooks
 from kvweave.models.cache import Progress, no_library_bars, silent
-from kvweave.models.compatibility import narrows, run_trial
+from kvweave.models.compatibility import check_compatibility, prunes_tokens
 from kvweave.models.inspect import inspect_layers
 from kvweave.models.sources import Source, find_source
 
@@ -108,7 +108,7 @@ class LoadedModel:
     context_length: int
     vocab_size: int
     """Logits per token."""
-    narrows: bool
+    prunes_tokens: bool
     """Tokens may drop out between its layers."""
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
@@ -133,7 +133,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         model = _weights(source, dtype, device, progress)
         layouts, vocab_size = _prove(model, context_length)
         hooks.prepare(model)
-        may_narrow = narrows(model, layouts)
+        may_narrow = prunes_tokens(model, layouts)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{source.name} cannot be served: {error}") from error
     model.set_attn_implementation(hooks.SERVING)
@@ -149,7 +149,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         layouts=layouts,
         context_length=context_length,
         vocab_size=vocab_size,
-        narrows=may_narrow,
+        prunes_tokens=may_narrow,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         dtype=dtype,
         device=device,
@@ -228,7 +228,7 @@ def _prove(model: PreTrainedModel, context_length: int) -> tuple[tuple[LayerLayo
     """Layouts, and logits per token, of a model that was seen to run as the engine runs models."""
     try:
         layouts = inspect_layers(model, context_length)
-        return layouts, run_trial(model, layouts)
+        return layouts, check_compatibility(model, layouts)
     except KvweaveError:
         raise
     except Exception as error:  # whatever a model's code does with a call that it does not expect

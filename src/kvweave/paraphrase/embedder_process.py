@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from kvweave.paraphrase.embedders import Vectors, check_embedder, make_embedder
-from kvweave.paraphrase.model_subprocess import Sidecar, serve
+from kvweave.paraphrase.model_subprocess import ModelSubprocess, serve
 
 
 class EmbedderProcess:
@@ -15,7 +15,7 @@ class EmbedderProcess:
     def __init__(self, name: str) -> None:
         """ConfigError if the embedder is not installed."""
         check_embedder(name)
-        self._process = Sidecar(f"embedder {name}", __name__, name)
+        self._process = ModelSubprocess(f"embedder {name}", __name__, name)
 
     def encode(self, texts: Sequence[str]) -> Vectors:
         """Raises RuntimeError if the process died; the next call starts another."""

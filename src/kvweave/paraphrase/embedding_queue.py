@@ -17,7 +17,7 @@ from kvweave.paraphrase.embedders import Embedder, Vectors
 
 _log = logging.getLogger(__name__)
 
-Errand: TypeAlias = Callable[[], "Sequence[str]"]
+Task: TypeAlias = Callable[[], "Sequence[str]"]
 """Run on the desk's thread, it says which texts to embed."""
 Delivery: TypeAlias = Callable[[Vectors], None]
 
@@ -25,7 +25,7 @@ _QUIET = 1.0
 """Seconds without a sign of life from the engine after which it counts as idle."""
 _PATIENCE, _BUSY_SHARE = 30.0, 0.05
 """Errands that waited so long get this share of the time although the engine is busy."""
-_MOST_ERRANDS = 4096
+_MOST_TASKS = 4096
 _MOST_URGENT = 256
 """Texts that were too late for their own prompts, and wait to be there for the next."""
 _BATCH = 16
@@ -33,7 +33,7 @@ _REMEMBERED = 2048
 _MOST_FAILURES = 3
 
 
-class Desk:
+class EmbeddingQueue:
     """One thread in front of one embedder.
 
     `urgent` texts come first. Texts are remembered: whoever came too late for one prompt has them
@@ -55,7 +55,7 @@ class Desk:
         self._clock = clock
         self._running = running
         self._urgent: deque[tuple[str, Future[Vectors]]] = deque()
-        self._errands: deque[tuple[float, Errand, Delivery]] = deque()
+        self._tasks: deque[tuple[float, Task, Delivery]] = deque()
         self._known: OrderedDict[str, Vectors] = OrderedDict()
         self._coming: dict[str, Future[Vectors]] = {}
         self._changed = threading.Condition()
@@ -65,7 +65,7 @@ class Desk:
         self._rest_until = 0.0
         self._failures = 0
         self.counts = dict.fromkeys(("embedded", "dropped", "failed"), 0)
-        """Texts embedded, errands and late texts dropped for lack of room, calls of the embedder
+        """Texts embedded, tasks and late texts dropped for lack of room, calls of the embedder
         that failed."""
         thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="kvweave-embedder")
         thread.daemon = True
@@ -87,16 +87,16 @@ class Desk:
         waited = [self._promise(text) for text in texts]
         return [_within(future, deadline) for future in waited]
 
-    def later(self, errand: Errand, deliver: Delivery) -> None:
-        """Embed what `errand` says when there is time, and hand it to `deliver`; both on a thread
+    def later(self, task: Task, deliver: Delivery) -> None:
+        """Embed what `task` says when there is time, and hand it to `deliver`; both on a thread
         of the desk's own."""
         with self._changed:
             if self.dead:
                 return
-            if len(self._errands) >= _MOST_ERRANDS:
-                self._errands.popleft()
+            if len(self._tasks) >= _MOST_TASKS:
+                self._tasks.popleft()
                 self.counts["dropped"] += 1
-            self._errands.append((self._clock(), errand, deliver))
+            self._tasks.append((self._clock(), task, deliver))
             self._changed.notify_all()
 
     def settle(self, seconds: float) -> bool:
@@ -109,7 +109,7 @@ class Desk:
         _wind_up(self._changed, self._over)
 
     def _done(self) -> bool:
-        return self.dead or not (self._urgent or self._errands or self._working)
+        return self.dead or not (self._urgent or self._tasks or self._working)
 
     def _promise(self, text: str) -> Future[Vectors]:
         with self._changed:
@@ -142,28 +142,28 @@ class Desk:
     def _turn(self) -> bool:
         """Do one thing, or wait a while for something to do; False when all is over."""
         with self._changed:
-            if not (self._urgent or self._may_run_errands()):
-                self._changed.wait(self._quiet / 4 if self._errands else self._quiet * 4)
+            if not (self._urgent or self._may_run_tasks()):
+                self._changed.wait(self._quiet / 4 if self._tasks else self._quiet * 4)
             if self._over.is_set():
                 return False
             urgent = self._take_urgent()
-            errand = None
-            if not urgent and self._may_run_errands():
-                errand = self._errands.popleft()
-            self._working = bool(urgent or errand)
+            task = None
+            if not urgent and self._may_run_tasks():
+                task = self._tasks.popleft()
+            self._working = bool(urgent or task)
         try:
             if urgent:
                 self._serve(urgent)
-            elif errand is not None:
-                self._run(errand)
+            elif task is not None:
+                self._run(task)
         finally:
             with self._changed:
                 self._working = False
                 self._changed.notify_all()
         return True
 
-    def _may_run_errands(self) -> bool:
-        return bool(self._errands) and not self.dead and self._idle(self._errands[0][0])
+    def _may_run_tasks(self) -> bool:
+        return bool(self._tasks) and not self.dead and self._idle(self._tasks[0][0])
 
     def _idle(self, queued: float) -> bool:
         """Whether what was queued then may be done now."""
@@ -193,10 +193,10 @@ class Desk:
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
 
-    def _run(self, waiting: tuple[float, Errand, Delivery]) -> None:
-        queued, errand, deliver = waiting
+    def _run(self, waiting: tuple[float, Task, Delivery]) -> None:
+        queued, task, deliver = waiting
         try:
-            texts = errand()
+            texts = task()
             whole = []
             for text in texts:
                 part = self._known.get(text)
@@ -242,7 +242,7 @@ class Desk:
             self.counts["failed"] += 1
             self._failures += 1
             if self.dead:
-                self._errands.clear()
+                self._tasks.clear()
             what = "and is not asked again" if self.dead else "this time"
             _log.warning("the embedder failed, %s", what, exc_info=True)
             return None
@@ -251,7 +251,7 @@ class Desk:
         return found
 
 
-def _work(reference: weakref.ref[Desk]) -> None:
+def _work(reference: weakref.ref[EmbeddingQueue]) -> None:
     while (desk := reference()) is not None and desk._turn():
         del desk
 

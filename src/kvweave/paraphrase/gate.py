@@ -18,7 +18,7 @@ from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.facts import Verifier, differing
 from kvweave.fuzzy.provider import Candidate
 from kvweave.kv.pool import IntArray
-from kvweave.paraphrase.verifiers import Bench, create_verifier
+from kvweave.paraphrase.verifiers import VerifierWorker, create_verifier
 from kvweave.prefix.contract import Declined
 from kvweave.prefix.lease import RequestView
 
@@ -133,7 +133,7 @@ class ParaphraseGate:
         self._donors = donors
         self._config = config
         self._cutter = cutter
-        self._bench = None if verifier is None else Bench(verifier)
+        self._verifier = None if verifier is None else VerifierWorker(verifier)
         self.facts: Verifier = differing
         """Compares facts; benches put other ways of doing so in its place."""
         self.refused: Counter[str] = Counter()
@@ -240,7 +240,7 @@ class ParaphraseGate:
         found = self.facts(donor, recipient)
         if found is not None:
             return "facts", found
-        return None if self._bench is None else self._bench.objection(donor, recipient, until)
+        return None if self._verifier is None else self._verifier.objection(donor, recipient, until)
 
     def _sentences(self, cutter: Cutter, view: RequestView, claim: Candidate) -> tuple[str, str]:
         """What donor and prompt say there, to the ends of their sentences."""

@@ -40,7 +40,7 @@ _MODEST = {
 """One thread, nothing from elsewhere, no bars on the server's screen."""
 
 
-class Sidecar:
+class ModelSubprocess:
     """That process, for one thread at a time. It begins to load at once."""
 
     def __init__(self, what: str, module: str, *arguments: str) -> None:

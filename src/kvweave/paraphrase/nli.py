@@ -15,7 +15,7 @@ import numpy as np
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import ConfigError
-from kvweave.paraphrase.model_subprocess import Matrix, Sidecar, serve
+from kvweave.paraphrase.model_subprocess import Matrix, ModelSubprocess, serve
 
 _ENTAILED = 0.5
 """The probability from which on entailment outweighs everything else together."""
@@ -35,7 +35,7 @@ class Entailment:
                 ]
             )
         _entailment(_settings(model), model)
-        self._process = Sidecar(f"verifier's model {model}", __name__, model)
+        self._process = ModelSubprocess(f"verifier's model {model}", __name__, model)
 
     def __call__(self, donor: str, recipient: str) -> str | None:
         there, back = self._process.ask([[donor, recipient], [recipient, donor]])[:, 0].tolist()

@@ -22,7 +22,7 @@ from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.pool import IntArray
 from kvweave.paraphrase.embedder_process import EmbedderProcess
 from kvweave.paraphrase.embedders import Embedder, Vectors
-from kvweave.paraphrase.embedding_queue import Desk
+from kvweave.paraphrase.embedding_queue import EmbeddingQueue
 from kvweave.paraphrase.gate import LONGEST, Cutter, Passage, question_of
 from kvweave.paraphrase.vectors import Entry, VectorIndex
 from kvweave.prefix.lease import Namespace, RequestView
@@ -59,10 +59,10 @@ class SemanticProvider(FuzzyMatchProvider):
             raise ConfigError(["--fuzzy-provider semantic reads text, and here is no tokenizer"])
         self._spans = SpanIndex(donors, config)
         self._cutter = Cutter(donors.decode)
-        self._errand_cutter = Cutter(donors.decode)  # used on the desk's thread
+        self._errand_cutter = Cutter(donors.decode)  # used on the queue's thread
         self._seconds = config.fuzzy_semantic_budget_ms / 1000
         self.index = VectorIndex(config.fuzzy_semantic_index_tokens)
-        self.desk = Desk(
+        self.queue = EmbeddingQueue(
             embedder or EmbedderProcess(config.fuzzy_semantic_embedder), running=_running(donors)
         )
         self._asked: OrderedDict[Namespace, None] = OrderedDict()
@@ -71,12 +71,12 @@ class SemanticProvider(FuzzyMatchProvider):
         self._waited = self._compared = 0
 
     @property
-    def doors(self) -> object:
-        """The span index's doors."""
-        return self._spans.doors
+    def anchors(self) -> object:
+        """The span index's anchors."""
+        return self._spans.anchors
 
     def match(self, view: RequestView, exact: int) -> Sequence[Candidate]:
-        self.desk.busy()
+        self.queue.busy()
         runs = self._spans.match(view, exact)
         if self.config.fuzzy_semantic_max_share == 0 or not view.semantic:
             return runs
@@ -88,8 +88,8 @@ class SemanticProvider(FuzzyMatchProvider):
 
     def on_published(self, run: PublishedRun) -> None:
         self._spans.on_published(run)
-        self.desk.busy()
-        if run.namespace not in self._asked or not run.semantic or self.desk.dead:
+        self.queue.busy()
+        if run.namespace not in self._asked or not run.semantic or self.queue.dead:
             return
         # A sentence may have begun in pages that were published before.
         first = max(0, run.start - LONGEST)
@@ -111,7 +111,7 @@ class SemanticProvider(FuzzyMatchProvider):
             at = [i for i, entry in enumerate(found) if entry.page in fresh]
             self.index.add([found[i] for i in at], vectors[at])
 
-        self.desk.later(sentences, enter)
+        self.queue.later(sentences, enter)
 
     def on_evicted(self, pages: IntArray) -> None:
         self._spans.on_evicted(pages)
@@ -124,7 +124,7 @@ class SemanticProvider(FuzzyMatchProvider):
         self.index.clear()
 
     def settle(self, seconds: float) -> bool:
-        return self.desk.settle(seconds)
+        return self.queue.settle(seconds)
 
     def stats(self) -> Mapping[str, float]:
         return {
@@ -134,7 +134,7 @@ class SemanticProvider(FuzzyMatchProvider):
             "passage_bytes": self.index.nbytes,
             "compared": self._compared,
             "not_ready": self._waited,
-            **self.desk.counts,
+            **self.queue.counts,
         }
 
     def _remember(self, namespace: Namespace) -> None:
@@ -203,7 +203,7 @@ class SemanticProvider(FuzzyMatchProvider):
     def _nominees(self, view: RequestView, sentences: list[Passage]) -> Iterator[Candidate]:
         """Donors for each sentence whose vector is there in time, the most alike first."""
         texts = [self._cutter.text(view.tokens[one.start : one.end]) for one in sentences]
-        vectors = self.desk.vectors(texts, self._seconds)
+        vectors = self.queue.vectors(texts, self._seconds)
         least = self.config.fuzzy_semantic_threshold
         for sentence, vector in zip(sentences, vectors, strict=True):
             if vector is None:
@@ -241,7 +241,7 @@ class SemanticProvider(FuzzyMatchProvider):
 
 
 def _running(donors: Donors) -> Callable[[], bool]:
-    """Whether requests run there. The desk's thread must not keep what nobody else does."""
+    """Whether requests run there. The queue's thread must not keep what nobody else does."""
     known = weakref.ref(donors)
 
     def running() -> bool:

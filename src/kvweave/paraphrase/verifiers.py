@@ -32,7 +32,7 @@ def create_verifier(config: FuzzyConfig) -> Verifier | None:
     return None if name == NO_VERIFIER else cast(Verifier, VERIFIERS.make(name, config))
 
 
-class Bench:
+class VerifierWorker:
     """A verifier on a thread of its own. What it said is remembered, even if it came too late.
 
     One that fails several times in a row is not asked again, and nothing passes any more.

@@ -19,7 +19,7 @@ from kvweave.prefix.eviction import Key
 from kvweave.prefix.lease import Lease, RequestView
 
 if TYPE_CHECKING:
-    from kvweave.prefix.tree_snapshot import TreeOutline
+    from kvweave.prefix.tree_snapshot import TreeSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class CacheOptions:
 
     eviction: str = "lru"
     events: bool = False
-    wait_for_producers: bool = True
+    wait_for_pending: bool = True
     fuzzy: FuzzyConfig | None = None
     decode: Callable[[IntArray], str] | None = None
 
@@ -131,7 +131,7 @@ class PrefixCache(ABC):
         """Unlock and give every page back; the lease is empty afterwards. Twice is harmless."""
 
     @abstractmethod
-    def standing(self, priority: int) -> Key:
+    def eviction_key(self, priority: int) -> Key:
         """Where, in the order of eviction, a new entry of this moment and `priority` stands."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class PrefixCache(ABC):
     def cached_pages(self) -> int:
         """Pages that the cache itself owns."""
 
-    def promised(self, view: RequestView, matched: int) -> int:
+    def pending_prefix(self, view: RequestView, matched: int) -> int:
         """Tokens of `view`'s exact prefix that requests now computing will publish.
 
         0, or more than `matched`: then a waiting request had better wait for its producer. What
@@ -217,7 +217,7 @@ class PrefixCache(ABC):
 
     # For people who look in; nothing here changes anything.
 
-    def outline(self, prompts: Sequence[RequestView], most: int) -> TreeOutline | None:
+    def tree_snapshot(self, prompts: Sequence[RequestView], most: int) -> TreeSnapshot | None:
         """At most `most` nodes of the tree, and which of `prompts` lie on them; None without one.
 
         Its cost grows with `most` and `prompts`, not with the tree.

@@ -78,8 +78,8 @@ class HashCache(PrefixCache):
         super().record(lease)
         self.index.touch(self._chain(lease), lease.priority, hits=1)
 
-    def standing(self, priority: int) -> Key:
-        return self.index.standing(priority)
+    def eviction_key(self, priority: int) -> Key:
+        return self.index.eviction_key(priority)
 
     def evict(self, pages: int, before: Key | None = None) -> int:
         gone = self.index.evict(pages, before)

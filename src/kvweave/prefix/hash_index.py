@@ -149,7 +149,7 @@ class HashIndex:
         names: list[int] = self._hashes[pages].tolist()
         return names
 
-    def standing(self, priority: int) -> Key:
+    def eviction_key(self, priority: int) -> Key:
         """The key of what a request of `priority` would add now: used next, and never hit."""
         return self._rank(0, priority), self._clock + 1
 

@@ -30,7 +30,7 @@ class NoCache(PrefixCache):
         self.pool.drop(lease.pages)
         lease.clear()
 
-    def standing(self, priority: int) -> Key:
+    def eviction_key(self, priority: int) -> Key:
         return 0, 0
 
     def evict(self, pages: int, before: Key | None = None) -> int:

@@ -15,10 +15,10 @@ from kvweave.prefix.eviction import Key
 from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.prefix.plan import Plan
 from kvweave.prefix.tree import Node, RadixTree, common_prefix
-from kvweave.prefix.tree_snapshot import TreeOutline, outline
+from kvweave.prefix.tree_snapshot import TreeSnapshot, take_snapshot
 
 
-class Producers:
+class PendingPrefixes:
     """Leases with prompt pages still to publish, by namespace and first page."""
 
     def __init__(self, page_size: int) -> None:
@@ -47,7 +47,7 @@ class Producers:
             if not self._groups[group]:
                 del self._groups[group]
 
-    def promised(self, view: RequestView, matched: int, limit: int) -> int:
+    def pending_prefix(self, view: RequestView, matched: int, limit: int) -> int:
         """Tokens of `view.tokens[:limit]` that will be published; 0 if no more than `matched`."""
         if limit <= matched:
             return 0
@@ -85,7 +85,7 @@ class RadixCache(PrefixCache):
     def __init__(self, pool: PagePool, options: CacheOptions) -> None:
         super().__init__(pool, options)
         self.tree = RadixTree(pool.page_size, options.eviction)
-        self._producers = Producers(pool.page_size)
+        self._pending = PendingPrefixes(pool.page_size)
         self._events = TreeEvents(pool.page_size, pool.num_pages) if options.events else None
         if self._events is not None:
             self.tree.observers.append(self._events)
@@ -101,7 +101,7 @@ class RadixCache(PrefixCache):
         pages = self.tree.path_pages(node)
         self.pool.share(pages)
         lease = RadixLease(view, Plan(len(view.tokens), node.end), pages, node)
-        self._producers.add(lease, view.tokens)
+        self._pending.add(lease, view.tokens)
         return lease
 
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
@@ -116,13 +116,13 @@ class RadixCache(PrefixCache):
         self._converge(lease, first, canonical)
         self.pool.share(lease.pages[first + len(canonical) : last])
         lease.published = end
-        self._producers.progress(lease)
+        self._pending.progress(lease)
 
     def release(self, lease: Lease) -> None:
         assert isinstance(lease, RadixLease)
         if lease.node is None:
             return
-        self._producers.discard(lease)
+        self._pending.discard(lease)
         self.tree.touch(lease.node, lease.priority)
         self.tree.unlock(lease.node)
         lease.node = None
@@ -135,8 +135,8 @@ class RadixCache(PrefixCache):
         if lease.node is not None:
             self.tree.touch(lease.node, lease.priority, hits=1)
 
-    def standing(self, priority: int) -> Key:
-        return self.tree.standing(priority)
+    def eviction_key(self, priority: int) -> Key:
+        return self.tree.eviction_key(priority)
 
     def evict(self, pages: int, before: Key | None = None) -> int:
         freed = sum(self.pool.drop(run) for run in self.tree.evict(pages, before))
@@ -161,16 +161,16 @@ class RadixCache(PrefixCache):
     def cached_pages(self) -> int:
         return self.tree.cached_pages
 
-    def promised(self, view: RequestView, matched: int) -> int:
-        if not self.options.wait_for_producers:
+    def pending_prefix(self, view: RequestView, matched: int) -> int:
+        if not self.options.wait_for_pending:
             return 0
-        return self._producers.promised(view, matched, self._servable(view))
+        return self._pending.pending_prefix(view, matched, self._servable(view))
 
     def take_events(self) -> list[KVEvent]:
         return [] if self._events is None else self._events.take()
 
-    def outline(self, prompts: Sequence[RequestView], most: int) -> TreeOutline:
-        return outline(self.tree, prompts, most)
+    def tree_snapshot(self, prompts: Sequence[RequestView], most: int) -> TreeSnapshot:
+        return take_snapshot(self.tree, prompts, most)
 
     def check_structure(self) -> None:
         self.tree.check()

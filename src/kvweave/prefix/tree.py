@@ -262,7 +262,7 @@ class RadixTree:
             at.priority = max(at.priority, priority)
             at.hits += hits
 
-    def standing(self, priority: int) -> Key:
+    def eviction_key(self, priority: int) -> Key:
         """The key of what a request of `priority` would add now: used next, and never hit."""
         return self._rank(0, priority), self._clock + 1
 

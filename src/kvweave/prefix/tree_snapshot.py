@@ -21,7 +21,7 @@ NEXT_OUT = 32
 
 
 @dataclass(frozen=True, slots=True)
-class NodeOutline:
+class NodeSnapshot:
     """One node: `length` tokens from position `start` on. A root has none, and no parent."""
 
     order: int
@@ -44,16 +44,16 @@ class NodeOutline:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeOutline:
+class TreeSnapshot:
     """Nodes, parents before children, the most recently used first; and sums over all nodes."""
 
-    nodes: tuple[NodeOutline, ...]
+    nodes: tuple[NodeSnapshot, ...]
     page_size: int
     cached_pages: int
     evictable_pages: int
 
 
-def outline(tree: RadixTree, prompts: Sequence[RequestView], most: int) -> TreeOutline:
+def take_snapshot(tree: RadixTree, prompts: Sequence[RequestView], most: int) -> TreeSnapshot:
     """At most `most` nodes of `tree`, and which of `prompts` lie on them."""
     on_path: dict[int, list[str]] = {}
     for view in prompts:
@@ -61,7 +61,7 @@ def outline(tree: RadixTree, prompts: Sequence[RequestView], most: int) -> TreeO
             on_path.setdefault(order, []).append(view.rid)
     goes = {node.order: place for place, node in enumerate(tree.next_out(NEXT_OUT), start=1)}
     nodes = tuple(
-        NodeOutline(
+        NodeSnapshot(
             order=node.order,
             parent=None if node.parent is None else node.parent.order,
             namespace=node.namespace,
@@ -77,7 +77,7 @@ def outline(tree: RadixTree, prompts: Sequence[RequestView], most: int) -> TreeO
         )
         for node in _recent(tree, most)
     )
-    return TreeOutline(nodes, tree.page_size, tree.cached_pages, tree.evictable_pages)
+    return TreeSnapshot(nodes, tree.page_size, tree.cached_pages, tree.evictable_pages)
 
 
 def _recent(tree: RadixTree, most: int) -> list[Node]:

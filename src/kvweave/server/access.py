@@ -22,7 +22,7 @@ _FOREIGN = frozenset({"cross-site", "same-site"})
 """The latter is another port of this machine, or a sister of its name."""
 
 
-class NoForeignPages:
+class CsrfGuard:
     """Answers 403 to a browser that asks on behalf of another site."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -32,7 +32,7 @@ class NoForeignPages:
         refused = (
             scope["type"] == "http"
             and Headers(scope=scope).get("sec-fetch-site") in _FOREIGN
-            and Door.to(scope["path"]) is not Door.OPEN
+            and AccessLevel.to(scope["path"]) is not AccessLevel.OPEN
         )
         await (_REFUSAL if refused else self.app)(scope, receive, send)
 
@@ -62,7 +62,7 @@ CLIENTS_PATHS = frozenset(
 CLIENTS_FOLDER = "/v1/"
 
 
-class Door(Enum):
+class AccessLevel(Enum):
     """Whose key opens a path. What nobody thought of is an operator's."""
 
     OPEN = "open"
@@ -70,7 +70,7 @@ class Door(Enum):
     OPERATOR = "operator"
 
     @classmethod
-    def to(cls, path: str) -> Door:
+    def to(cls, path: str) -> AccessLevel:
         """Of a path as it is routed, without escapes."""
         if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return cls.OPEN
@@ -80,7 +80,7 @@ class Door(Enum):
 
 
 class Keys:
-    """Which keys open which door."""
+    """Which keys open which level."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._clients = _bytes(config.api_key)
@@ -92,12 +92,12 @@ class Keys:
         """Clients are not let in everywhere."""
         return self._operators is not None
 
-    def for_door(self, door: Door) -> list[bytes]:
+    def for_door(self, level: AccessLevel) -> list[bytes]:
         """Any of these will do; none are needed if there are none."""
-        if door is Door.OPEN or (door is Door.CLIENT and self._clients is None):
+        if level is AccessLevel.OPEN or (level is AccessLevel.CLIENT and self._clients is None):
             return []
         keys = [self._operators]
-        if door is Door.CLIENT or self._operators is None:
+        if level is AccessLevel.CLIENT or self._operators is None:
             keys.append(self._clients)
         return [key for key in keys if key is not None]
 
@@ -107,7 +107,7 @@ class Keys:
 
 
 class KeyGate:
-    """Lets nobody in without `Authorization: Bearer KEY`, with a key for that door."""
+    """Lets nobody in without `Authorization: Bearer KEY`, with a key for that level."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self.app = app
@@ -115,10 +115,10 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            fitting = self._keys.for_door(Door.to(scope["path"]))
+            fitting = self._keys.for_door(AccessLevel.to(scope["path"]))
             key = _sent(scope)
             if fitting and not self._keys.is_known(key, fitting):
-                is_clients = self._keys.is_known(key, self._keys.for_door(Door.CLIENT))
+                is_clients = self._keys.is_known(key, self._keys.for_door(AccessLevel.CLIENT))
                 await (_OTHER_KEY if is_clients else _NO_KEY)(scope, receive, send)
                 return
         await self.app(scope, receive, send)

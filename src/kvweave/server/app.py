@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, FastAPI
 
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
-from kvweave.server.access import BodyLimit, KeyGate, Keys, NoForeignPages
+from kvweave.server.access import BodyLimit, CsrfGuard, KeyGate, Keys
 from kvweave.server.errors import install_error_handlers
 from kvweave.server.model_card import ModelCard
 from kvweave.server.request_metrics import RequestObserver
@@ -83,7 +83,7 @@ def build_api(
     )
     if keys.any:
         app.add_middleware(KeyGate, keys=keys)
-    app.add_middleware(NoForeignPages)
+    app.add_middleware(CsrfGuard)
     return app
 
 

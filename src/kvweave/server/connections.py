@@ -79,7 +79,7 @@ class Guest(Protocol):
         ...
 
 
-class Lobby:
+class ConnectionLimiter:
     """Keeps at most PLACES connections above `most`. `server` is the application behind it."""
 
     def __init__(self, server: ASGIApp, most: int) -> None:
@@ -88,7 +88,7 @@ class Lobby:
         self._guests: dict[Guest, None] = {}
         """In order of arrival."""
 
-    def has_to_take(self, guest: Guest, connected: int) -> bool:
+    def admit(self, guest: Guest, connected: int) -> bool:
         """Whether `guest`, one of so many connections, is beyond the limit; then it has a place."""
         if connected - len(self._guests) <= self._most:
             return False
@@ -146,7 +146,9 @@ answer, since what arrives for a closed connection resets it."""
 class Connection(H11Protocol):
     """One client's connection. Those beyond the most that are wanted sit in the `lobby`."""
 
-    def __init__(self, *uvicorns: Any, lobby: Lobby, client_seconds: float, **more: Any) -> None:
+    def __init__(
+        self, *uvicorns: Any, lobby: ConnectionLimiter, client_seconds: float, **more: Any
+    ) -> None:
         super().__init__(*uvicorns, **more)
         self._lobby = lobby
         self._client_seconds = client_seconds
@@ -159,7 +161,7 @@ class Connection(H11Protocol):
         # Nothing is buffered here but what was written last: the answer waits for its reader, who
         # is noticed when there is a rest, and not when there is a lot.
         transport.set_write_buffer_limits(high=0)
-        if self._lobby.has_to_take(self, len(self.connections)):
+        if self._lobby.admit(self, len(self.connections)):
             self.app = self._lobby.app
         self._set_clock()
 
@@ -189,7 +191,7 @@ class Connection(H11Protocol):
         self._owed, self._owed_by = owed, None
         if owed is not None:
             seconds = _LINGER_SECONDS if owed == "body" else self._client_seconds
-            self._owed_by = self.loop.call_later(seconds, self._owes_too_long)
+            self._owed_by = self.loop.call_later(seconds, self._on_read_timeout)
 
     def _owes(self) -> str | None:
         if self.transport.is_closing():
@@ -200,7 +202,7 @@ class Connection(H11Protocol):
         answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
         return "body" if answered and self.conn.their_state is h11.SEND_BODY else None
 
-    def _owes_too_long(self) -> None:
+    def _on_read_timeout(self) -> None:
         if self._owed == "head" and self.conn.trailing_data[0]:
             self.refuse(408, f"no whole request came within {self._client_seconds:g} seconds")
         else:  # to who asked for nothing nothing is said: it could pass for the next answer

@@ -80,7 +80,7 @@ current_rid: ContextVar[str | None] = ContextVar("kvweave_rid", default=None)
 """The request in whose task something is logged."""
 
 
-class Facts:
+class LogFields:
     """A message that is made of facts: members of the object in JSON, `name=value` in text."""
 
     def __init__(self, title: str, **facts: str | float | None) -> None:
@@ -94,10 +94,10 @@ class Facts:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time (UTC), level, logger, rid, message, and what a Facts holds."""
+    """One object per line: time (UTC), level, logger, rid, message, and what a LogFields holds."""
 
     def format(self, record: logging.LogRecord) -> str:
-        facts = record.msg if isinstance(record.msg, Facts) else None
+        facts = record.msg if isinstance(record.msg, LogFields) else None
         moment = datetime.fromtimestamp(record.created, UTC)
         rid = getattr(record, "rid", None) or current_rid.get()
         shown: dict[str, Any] = {

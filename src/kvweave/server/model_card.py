@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """Facts of the served model. `context_length` counts prompt and output tokens together."""
+    """EngineInfo of the served model. `context_length` counts prompt and output tokens together."""
 
     name: str
     path: str
@@ -76,7 +76,7 @@ def card_of(loaded: LoadedModel, tokenizer_path: str | None = None) -> ModelCard
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class EngineInfo:
     """What a server must know of its engine, wherever that runs."""
 
     card: ModelCard
@@ -87,7 +87,9 @@ class Facts:
     self_check: SelfCheck | None
 
 
-def facts_of(loaded: LoadedModel, config: EngineConfig, self_check: SelfCheck | None) -> Facts:
+def engine_info(
+    loaded: LoadedModel, config: EngineConfig, self_check: SelfCheck | None
+) -> EngineInfo:
     """What is known once a model is loaded and checked."""
     card = card_of(loaded, config.model.tokenizer)
-    return Facts(card, loaded.tokenizer, config, self_check)
+    return EngineInfo(card, loaded.tokenizer, config, self_check)

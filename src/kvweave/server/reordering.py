@@ -47,7 +47,7 @@ async def ordered(
         proposal = propose(pieces, known)
         return proposal if proposal.gain else confirmed(known, proposal, given, given)
 
-    proposal = await engine.look(search)
+    proposal = await engine.run_on_engine_thread(search)
     if proposal.gain:
         proposed = await reader.conversation(frame.in_order(proposal.order), tools, options)
         whole, promised = _array(proposed.ids), proposal
@@ -55,7 +55,7 @@ async def ordered(
         def confirm(engine: Engine) -> Proposal:
             return confirmed(engine.prefixes(body.cache_salt), promised, given, whole)
 
-        proposal = await engine.look(confirm)
+        proposal = await engine.run_on_engine_thread(confirm)
         prompt = proposed if proposal.gain else prompt
     return prompt, frame.report(proposal)
 

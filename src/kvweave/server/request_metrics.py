@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
 from kvweave.prefix.plan import Span
-from kvweave.server.logs import Facts
+from kvweave.server.logs import LogFields
 from kvweave.server.metrics import Metrics
 
 log = logging.getLogger("kvweave.server.requests")
@@ -18,10 +18,10 @@ log = logging.getLogger("kvweave.server.requests")
 class RequestObserver(Protocol):
     """Is told of every prompt once, when it has ended."""
 
-    def add(self, trace: Trace) -> None: ...
+    def add(self, trace: RequestMetrics) -> None: ...
 
 
-class Trace:
+class RequestMetrics:
     """Watches the deltas of one prompt. `close` counts and logs it, once, however it ended."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Trace:
             self._observer.add(self)
         if self._logged:
             log.info(
-                Facts(
+                LogFields(
                     "request ended",
                     rid=self.rid,
                     endpoint=self.endpoint,
@@ -126,7 +126,7 @@ def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 1)
 
 
-def usage_body(traces: Iterable[Trace]) -> dict[str, Any]:
+def usage_body(traces: Iterable[RequestMetrics]) -> dict[str, Any]:
     """OpenAI's usage object over all prompts of a request, with the sources of their KV."""
     prompt = completion = cached = moved = paraphrase = refreshed = 0
     for trace in traces:

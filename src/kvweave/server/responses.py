@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from kvweave.engine.types import Completion, OutputDelta
 from kvweave.prefix.plan import Tier
 from kvweave.server.protocol import GenerationBody
-from kvweave.server.request_metrics import Trace, usage_body
+from kvweave.server.request_metrics import RequestMetrics, usage_body
 from kvweave.server.streaming import Batch
 
 _SPIECE_SPACE = "\u2581"
@@ -106,7 +106,7 @@ class Envelope:
     id: str
     model: str
     body: GenerationBody
-    traces: Sequence[Trace]
+    traces: Sequence[RequestMetrics]
     order: dict[str, Any] | None = None
     """In which order a prompt's parts were used, if the client left that open."""
     created: int = field(default_factory=lambda: int(time.time()))

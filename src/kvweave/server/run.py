@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from kvweave.config import ServerConfig
 from kvweave.errors import ConfigError, EngineDeadError
-from kvweave.server.connections import Connection, Lobby
+from kvweave.server.connections import Connection, ConnectionLimiter
 from kvweave.server.service import Service
 
 _LAST_WORDS_SECONDS = 5.0
@@ -81,7 +81,7 @@ class DrainingServer(uvicorn.Server):
         on_ready: Callable[[str], None],
         leave_with_engine: bool = False,
     ) -> None:
-        lobby = Lobby(app, config.max_connections)
+        lobby = ConnectionLimiter(app, config.max_connections)
         connection = partial(Connection, lobby=lobby, client_seconds=config.client_seconds)
         super().__init__(
             uvicorn.Config(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
 from kvweave.prefix.plan import Tier
-from kvweave.server.access import Door, Keys
+from kvweave.server.access import AccessLevel, Keys
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -285,11 +285,11 @@ def _completed(document: dict[str, Any], keys: Keys) -> dict[str, Any]:
         for method, operation in operations.items():
             if len(operations) > 1:
                 operation["operationId"] = f"{method}_{operation['operationId']}"
-            _complete(operation, Door.to(path), keys)
+            _complete(operation, AccessLevel.to(path), keys)
     return document
 
 
-def _complete(operation: dict[str, Any], door: Door, keys: Keys) -> None:
+def _complete(operation: dict[str, Any], door: AccessLevel, keys: Keys) -> None:
     named = operation.pop("responses")
     operation["responses"] = responses = {"200": named.pop("200")}
     named.pop("422", None)  # FastAPI's; here it is 400, in the shape of all others
@@ -299,7 +299,7 @@ def _complete(operation: dict[str, Any], door: Door, keys: Keys) -> None:
     if "requestBody" in operation:
         statuses |= set(_WITH_A_BODY)
     if keys.for_door(door):
-        statuses |= {401, 403} if keys.two and door is Door.OPERATOR else {401}
+        statuses |= {401, 403} if keys.two and door is AccessLevel.OPERATOR else {401}
         operation["security"] = [{"key": []}]
     for status in sorted(statuses):
         responses[str(status)] = {

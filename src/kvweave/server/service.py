@@ -13,7 +13,7 @@ from kvweave.server.metrics import Metrics
 from kvweave.server.model_card import ModelCard
 from kvweave.server.prompts import PromptReader
 from kvweave.server.protocol import GenerationBody
-from kvweave.server.request_metrics import RequestObserver, Trace
+from kvweave.server.request_metrics import RequestMetrics, RequestObserver
 from kvweave.server.responses import Envelope, Format, PlainWriter, StreamWriter, TokenTexts
 from kvweave.server.streaming import DeltaSource, Generation, GenerationResponse, LiveGenerations
 
@@ -53,7 +53,7 @@ class ServingEngine(DeltaSource, Protocol):
         """Gauges and counters, as of now."""
         ...
 
-    async def look(self, at: Callable[[Engine], T]) -> T:
+    async def run_on_engine_thread(self, at: Callable[[Engine], T]) -> T:
         """What `at`, which is quick and changes nothing, sees in the engine between two steps."""
         ...
 
@@ -108,7 +108,7 @@ class Service:
             for place, ids in enumerate(prompts)
         ]
         traces = [
-            Trace(
+            RequestMetrics(
                 request,
                 self.metrics,
                 endpoint=endpoint,

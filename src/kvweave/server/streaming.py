@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from kvweave.engine.types import GenerateRequest, OutputDelta
 from kvweave.errors import KvweaveError, RequestError
 from kvweave.server.errors import AnswerFailedError, body_of
-from kvweave.server.request_metrics import Trace
+from kvweave.server.request_metrics import RequestMetrics
 
 
 class DeltaSource(Protocol):
@@ -48,7 +48,7 @@ class LiveGenerations:
     def __len__(self) -> int:
         return len(self._by_rid)
 
-    def traces(self) -> Iterator[Trace]:
+    def traces(self) -> Iterator[RequestMetrics]:
         """Of every prompt that is being answered, in order of arrival."""
         for generation in self._by_rid.values():
             yield from generation.traces
@@ -80,7 +80,7 @@ class Generation:
         self,
         rid: str,
         requests: Sequence[GenerateRequest],
-        traces: Sequence[Trace],
+        traces: Sequence[RequestMetrics],
         *,
         source: DeltaSource,
         live: LiveGenerations,

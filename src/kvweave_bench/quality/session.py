@@ -12,8 +12,8 @@ from kvweave.config import CacheConfig, EngineConfig, ModelConfig
 from kvweave.engine.components import Runner
 from kvweave.engine.engine import Engine
 from kvweave.engine.execution.runner import ModelRunner
-from kvweave.engine.factory import build_machinery
-from kvweave.engine.logit_recorder import Probe, Trace
+from kvweave.engine.factory import build_components
+from kvweave.engine.logit_recorder import LogitRecorder, RecordedLogits
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 from kvweave.fuzzy.backend import FuzzyCache
@@ -31,7 +31,7 @@ class Served:
     """An answer, as its client and as its model saw it."""
 
     answer: Answer
-    trace: Trace
+    trace: RecordedLogits
     text: str
 
 
@@ -62,11 +62,11 @@ class Session:
                 arm.fuzzy, fuzzy_provider=provider, fuzzy_semantic_budget_ms=_PATIENCE * 1e3
             )
             config = replace(config, fuzzy=fuzzy, scheduler=arm.scheduler)
-        machinery = build_machinery(config, loaded, arm.mover if arm else TensorMover)
-        assert isinstance(machinery.runner, ModelRunner)
-        self.runner = machinery.runner
-        self.probe = Probe(self.runner)
-        self.engine = Engine(config, loaded, replace(machinery, runner=self.probe))
+        components = build_components(config, loaded, arm.mover if arm else TensorMover)
+        assert isinstance(components.runner, ModelRunner)
+        self.runner = components.runner
+        self.probe = LogitRecorder(self.runner)
+        self.engine = Engine(config, loaded, replace(components, runner=self.probe))
         self._decode = loaded.tokenizer.decode
         self._ids = itertools.count()
 

@@ -87,7 +87,7 @@ class _Store:
     @property
     def nbytes(self) -> int:
         """What finding moved text needs beside the tree: doors, and a map from pages to paths."""
-        return self.index.doors.nbytes + self.donors.nbytes
+        return self.index.anchors.nbytes + self.donors.nbytes
 
     def look_up(self, prompt: IntArray) -> int:
         """All that a request pays before KV is copied: probe, verify, plan. Returns the spans."""

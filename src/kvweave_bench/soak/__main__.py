@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvweave_bench.report import Report, Row, check_writable
 from kvweave_bench.soak import model, oracle
-from kvweave_bench.soak.arms import ARMS, Outcome, Setting, run
+from kvweave_bench.soak.arms import ARMS, RowOutput, Setting, run
 from kvweave_bench.soak.report import problems_table, rows_of
 
 MOST_GROWTH = 0.01
@@ -42,13 +42,13 @@ def main() -> int:
     model.save(setting.model, given.seed)
     for each in (signal.SIGINT, signal.SIGTERM):  # shells let what runs behind them ignore one
         signal.signal(each, signal.default_int_handler)
-    outcomes: list[Outcome] = []
+    outcomes: list[RowOutput] = []
     interrupted = False
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, oracle.load, (setting.model,)) as judges:
         try:
             for arm in given.arms:
-                outcomes.append(Outcome(arm))
+                outcomes.append(RowOutput(arm))
                 run(arm, setting, judges, outcomes[-1])
         except KeyboardInterrupt:
             interrupted = True

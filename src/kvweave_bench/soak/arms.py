@@ -49,7 +49,7 @@ MOST_FILES, MOST_THREADS = 24, 32
 
 
 @dataclass(slots=True)
-class Outcome:
+class RowOutput:
     """What an arm ended with; `problems` empty is what a soak is for."""
 
     arm: str
@@ -75,7 +75,7 @@ class Setting:
     every: float
 
 
-def run(arm: str, setting: Setting, judges: Executor, outcome: Outcome) -> None:
+def run(arm: str, setting: Setting, judges: Executor, outcome: RowOutput) -> None:
     """Fills in `outcome`, also when it is interrupted."""
     audit, log = setting.folder / f"{arm}.audit.jsonl", setting.folder / f"{arm}.log"
     audit.write_text("")
@@ -125,7 +125,7 @@ def serving(
 
 
 async def _under_load(
-    outcome: Outcome,
+    outcome: RowOutput,
     setting: Setting,
     judges: Executor,
     server: subprocess.Popen[str],
@@ -148,7 +148,7 @@ async def _under_load(
 
 
 async def _watch(
-    outcome: Outcome, setting: Setting, pid: int, client: Client, began: float
+    outcome: RowOutput, setting: Setting, pid: int, client: Client, began: float
 ) -> None:
     while True:
         await asyncio.sleep(setting.every)
@@ -156,7 +156,7 @@ async def _watch(
         outcome.samples.append(look(pid, time.monotonic() - began, reply.body["engine"]))
 
 
-async def _drained(outcome: Outcome, setting: Setting, pid: int, client: Client) -> None:
+async def _drained(outcome: RowOutput, setting: Setting, pid: int, client: Client) -> None:
     """Nothing may be left of what has been asked."""
     outcome.engine = await idle(client)
     outcome.problems += leaks(outcome.engine, flushed=False)
@@ -182,7 +182,7 @@ async def _drained(outcome: Outcome, setting: Setting, pid: int, client: Client)
         )
 
 
-def _read_audit(audit: Path, outcome: Outcome) -> None:
+def _read_audit(audit: Path, outcome: RowOutput) -> None:
     """What was seen from within; doubts about who became approximate on the way are settled."""
     approximate = set()
     for line in audit.read_text().splitlines():
@@ -204,7 +204,7 @@ def _read_audit(audit: Path, outcome: Outcome) -> None:
     outcome.problems[:] = settled
 
 
-def _read_log(log: Path, outcome: Outcome) -> None:
+def _read_log(log: Path, outcome: RowOutput) -> None:
     """Every error in the log is one that was injected."""
     for line in log.read_text().splitlines():
         try:

@@ -21,23 +21,23 @@ import torch
 
 from kvweave.engine.engine import Engine
 from kvweave.engine.execution import executor
-from kvweave.engine.execution.batch_builder import Packer
+from kvweave.engine.execution.batch_builder import BatchBuilder
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.heal import Healer
-from kvweave.engine.output.sequence_output import Answer, AnswerMaker
+from kvweave.engine.output.sequence_output import SequenceOutput, SequenceOutputFactory
 from kvweave.engine.scheduler.scheduler import Scheduler
 from kvweave.engine.stats import Reporter
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.relocation import TensorMover
-from kvweave.paraphrase.model_subprocess import Sidecar
+from kvweave.paraphrase.model_subprocess import ModelSubprocess
 from kvweave.paraphrase.semantic import SemanticProvider
 from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.hash import HashCache
 from kvweave.prefix.plan import Tier
 from kvweave.prefix.radix import RadixCache
 from kvweave.prefix.tree import upwards
-from kvweave.server.request_metrics import Trace
+from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.service import Service
 
 AUDIT_FILE, SEED = "KVWEAVE_SOAK_AUDIT", "KVWEAVE_SOAK_SEED"
@@ -107,8 +107,8 @@ def set_traps(audit: Audit) -> None:
     """Faults that requests bring upon themselves."""
     trap = audit.trap
     before(Service, "respond", lambda _, body, *__: trap("server", [body.rid or ""]))
-    before(Trace, "note", lambda trace, _: trap("trace", [trace.rid]))
-    before(AnswerMaker, "make", lambda _, s, __: trap("make", [s.group.request.rid]))
+    before(RequestMetrics, "note", lambda trace, _: trap("trace", [trace.rid]))
+    before(SequenceOutputFactory, "make", lambda _, s, __: trap("make", [s.group.request.rid]))
     for cache in (RadixCache, HashCache):
         before(cache, "lease", lambda _, view: trap("lease", [view.rid]))
         before(cache, "publish", lambda _, lease, *__: trap("publish", [lease.rid]))
@@ -119,17 +119,17 @@ def set_traps(audit: Audit) -> None:
             lambda _, lease, *__, method=method: trap(method, [lease.rid]),
         )
     before(Scheduler, "commit", lambda _, row: trap("commit", of_rows([row])))
-    before(Answer, "accept", lambda answer, *_: trap("accept", of_answer(answer)))
-    before(Answer, "_watch", lambda answer, *_: trap("detokenize", of_answer(answer)))
+    before(SequenceOutput, "accept", lambda answer, *_: trap("accept", of_answer(answer)))
+    before(SequenceOutput, "_watch", lambda answer, *_: trap("detokenize", of_answer(answer)))
     for provider in (SpanIndex, SemanticProvider):
         before(provider, "match", lambda _, view, __: trap("provider", [view.rid]))
     before(TensorMover, "move", lambda *_: trap("move", [audit.leased]))
-    before(executor, "read_out", lambda *_: trap("sample", audit.rids))
+    before(executor, "row_outputs", lambda *_: trap("sample", audit.rids))
     before(ModelRunner, "_attend", lambda _, layer, *__: _in_layer(audit, layer))
     _trap_forward(audit)
 
 
-def of_answer(answer: Answer) -> list[str]:
+def of_answer(answer: SequenceOutput) -> list[str]:
     return [answer.sequence.group.request.rid]
 
 
@@ -139,9 +139,9 @@ def _in_layer(audit: Audit, layer: Any) -> None:
 
 
 def _trap_forward(audit: Audit) -> None:
-    pack, forward = Packer.pack, ModelRunner.forward
+    pack, forward = BatchBuilder.pack, ModelRunner.forward
 
-    def packed(self: Packer, rows: Any) -> Any:
+    def packed(self: BatchBuilder, rows: Any) -> Any:
         audit.rids = of_rows(rows)
         audit.trap("pack", audit.rids)
         audit.batch, audit.parts = pack(self, rows)
@@ -164,7 +164,7 @@ def _trap_forward(audit: Audit) -> None:
                 logits[part.first :][: len(part.scored) + 1] = float("nan")
         return logits
 
-    Packer.pack = packed  # type: ignore[method-assign]
+    BatchBuilder.pack = packed  # type: ignore[method-assign]
     ModelRunner.forward = computed  # type: ignore[method-assign]
 
 
@@ -176,10 +176,10 @@ def set_snares(audit: Audit) -> None:
     before(Reporter, "planned", lambda *_: audit.maybe("counting"))
     before(Reporter, "snapshot", lambda *_: audit.maybe("gauges"))
     before(Healer, "_advance", lambda *_: audit.maybe("healing", 0.05))
-    before(Sidecar, "ask", lambda sidecar, _: _kill(audit, sidecar))
+    before(ModelSubprocess, "ask", lambda sidecar, _: _kill(audit, sidecar))
 
 
-def _kill(audit: Audit, sidecar: Sidecar) -> None:
+def _kill(audit: Audit, sidecar: ModelSubprocess) -> None:
     """Whatever embeds texts dies now and then; the next question starts another."""
     if sidecar._running and audit.chance.random() < 4 * _CHANCE:
         audit.say("fault", phase="embedder killed", rid=None)

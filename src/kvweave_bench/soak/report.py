@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvweave_bench.report import Row
-from kvweave_bench.soak.arms import Outcome
+from kvweave_bench.soak.arms import RowOutput
 
 _SHOWN = 40
 _COUNTS = {
@@ -37,7 +37,7 @@ _ENGINE = (
 )
 
 
-def rows_of(outcome: Outcome) -> list[Row]:
+def rows_of(outcome: RowOutput) -> list[Row]:
     """What one arm did, how long it took, and how its memory went."""
     n = outcome.counts["requests"]
 
@@ -62,7 +62,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
     return rows
 
 
-def problems_table(outcomes: Sequence[Outcome]) -> Table:
+def problems_table(outcomes: Sequence[RowOutput]) -> Table:
     """The first of them."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("arm")

@@ -19,7 +19,7 @@ SERVER_WORDS, NO_NUMBERS = "the server failed on this request", "no valid number
 
 
 @dataclass(slots=True)
-class Answer:
+class SequenceOutput:
     """One choice, put together."""
 
     text: str = ""
@@ -112,14 +112,14 @@ def _judged_by_form(case: Case, reply: Reply) -> Verdict:
 def _whole(case: Case, reply: Reply) -> dict[str, Any]:
     """Choices, usage and plan, whether they came as one object or as events."""
     objects = reply.events if reply.events else [reply.body]
-    answers: dict[int, Answer] = {}
+    answers: dict[int, SequenceOutput] = {}
     usage: dict[str, Any] | None = None
     plan: list[dict[str, Any]] = []
     for each in objects:
         usage = each.get("usage") or usage
         plan += each.get("kvweave_plan") or []
         for choice in each["choices"]:
-            answer = answers.setdefault(choice["index"], Answer())
+            answer = answers.setdefault(choice["index"], SequenceOutput())
             said = choice.get("text")
             if said is None:
                 said = (choice.get("message") or choice["delta"]).get("content")
@@ -163,7 +163,7 @@ def _wrong_plan(prompts: list[list[int]], plan: list[dict[str, Any]]) -> list[st
     return wrong
 
 
-def _add_claim(case: Case, prompt: str, answer: Answer, found: Verdict) -> None:
+def _add_claim(case: Case, prompt: str, answer: SequenceOutput, found: Verdict) -> None:
     """Check how the answer ends, and note what is to be judged."""
     text = answer.text
     if case.body.get("echo"):

@@ -45,7 +45,7 @@ class RowLogits:
         return self.first + len(self.scored) if _samples(self.row) else None
 
 
-class Packer:
+class BatchBuilder:
     """One per engine. The arrays of a batch are valid until the next `pack`."""
 
     def __init__(self, page_size: int) -> None:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from kvweave.engine.components import Machinery
+from kvweave.engine.components import EngineComponents
 from kvweave.engine.execution.batch import ForwardBatch, LongArray
-from kvweave.engine.execution.batch_builder import Packer, RowLogits
+from kvweave.engine.execution.batch_builder import BatchBuilder, RowLogits
 from kvweave.engine.sampling.logits import prompt_logprobs
 from kvweave.engine.sampling.sampler import SamplingState, sample
-from kvweave.engine.scheduler.request import Sequence as Sampled
+from kvweave.engine.scheduler.request import Sequence
 from kvweave.engine.scheduler.scheduler import Row
 from kvweave.engine.types import TokenLogprob
 
 
 @dataclass(slots=True)
-class Outcome:
+class RowOutput:
     """One row's share. `error` is this row's own fault; the others go on."""
 
     scores: list[TokenLogprob] = field(default_factory=list)
@@ -36,11 +37,11 @@ class Outcome:
     """The log holds the traceback of `error` already."""
 
 
-def read_out(
-    logits: torch.Tensor, wanted: Sequence[RowLogits], states: Mapping[Sampled, SamplingState]
-) -> list[Outcome]:
+def row_outputs(
+    logits: torch.Tensor, wanted: Rows[RowLogits], states: Mapping[Sequence, SamplingState]
+) -> list[RowOutput]:
     """Outcomes by row; `logits` may be overwritten. An exception concerns the whole batch."""
-    outcomes = [Outcome() for _ in wanted]
+    outcomes = [RowOutput() for _ in wanted]
     for part, outcome in zip(wanted, outcomes, strict=True):
         if len(part.scored):
             _score(logits, part, outcome)
@@ -61,7 +62,7 @@ def read_out(
     return outcomes
 
 
-def _score(logits: torch.Tensor, part: RowLogits, outcome: Outcome) -> None:
+def _score(logits: torch.Tensor, part: RowLogits, outcome: RowOutput) -> None:
     sequence = part.row.sequence
     count = sequence.group.request.sampling.prompt_logprobs or 0
     following = sequence.tokens[part.scored + 1].tolist()
@@ -75,21 +76,21 @@ def _score(logits: torch.Tensor, part: RowLogits, outcome: Outcome) -> None:
 logger = logging.getLogger("kvweave.engine")
 
 
-class Passes:
+class BatchExecutor:
     """Runs rows; belongs to the engine's thread."""
 
-    def __init__(self, machinery: Machinery, packer: Packer) -> None:
-        self._machinery = machinery
-        self._packer = packer
+    def __init__(self, components: EngineComponents, batch_builder: BatchBuilder) -> None:
+        self._components = components
+        self._batch_builder = batch_builder
 
     def run(
-        self, rows: Sequence[Row], states: Mapping[Sampled, SamplingState], told: str = ""
-    ) -> Iterator[tuple[Row, Outcome]]:
+        self, rows: Rows[Row], states: Mapping[Sequence, SamplingState], told: str = ""
+    ) -> Iterator[tuple[Row, RowOutput]]:
         """Every row with its outcome, in order; each has to be dealt with before the next is asked
         for, since a later group is packed only then. `told`: the error that the log explains
         already."""
         failure: Exception | None = None
-        outcomes: list[Outcome] = []
+        outcomes: list[RowOutput] = []
         try:
             outcomes = self._together(rows, states)
         except Exception as error:
@@ -98,7 +99,7 @@ class Passes:
             yield from zip(rows, outcomes, strict=True)
             return
         if len(rows) == 1:
-            yield rows[0], Outcome(error=failure, computed=False, logged=repr(failure) == told)
+            yield rows[0], RowOutput(error=failure, computed=False, logged=repr(failure) == told)
             return
         if repr(failure) != told:
             told = repr(failure)
@@ -117,7 +118,7 @@ class Passes:
 
         True also while no page is free to try it with.
         """
-        pool, cache = self._machinery.pool, self._machinery.cache
+        pool, cache = self._components.pool, self._components.cache
         try:
             if not pool.num_free:
                 cache.evict(1)
@@ -125,7 +126,7 @@ class Passes:
             if page is None:
                 return True
             try:
-                logits = self._machinery.runner.forward(_one_token(page, pool.page_size))
+                logits = self._components.runner.forward(_one_token(page, pool.page_size))
                 return bool(logits.isfinite().all())
             finally:
                 pool.drop(page)
@@ -134,11 +135,11 @@ class Passes:
             return False
 
     def _together(
-        self, rows: Sequence[Row], states: Mapping[Sampled, SamplingState]
-    ) -> list[Outcome]:
-        batch, wanted = self._packer.pack(rows)
-        logits = self._machinery.runner.forward(batch)
-        outcomes = read_out(logits, wanted, states)
+        self, rows: Rows[Row], states: Mapping[Sequence, SamplingState]
+    ) -> list[RowOutput]:
+        batch, wanted = self._batch_builder.pack(rows)
+        logits = self._components.runner.forward(batch)
+        outcomes = row_outputs(logits, wanted, states)
         if batch.screening is not None:
             for row, outcome in enumerate(outcomes):
                 outcome.chosen = batch.chosen(row)

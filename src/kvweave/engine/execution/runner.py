@@ -7,7 +7,12 @@ import torch
 
 from kvweave.engine.attention.base import AttentionBackend, AttentionBatch, LayerCall
 from kvweave.engine.execution.batch import ForwardBatch, Screening
-from kvweave.engine.execution.selective_recompute import AskedFor, Narrowing, Screener, asking_rows
+from kvweave.engine.execution.selective_recompute import (
+    AskedFor,
+    Screener,
+    TokenPruning,
+    asking_rows,
+)
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import hooks
 from kvweave.models.load import LoadedModel
@@ -26,7 +31,7 @@ class ModelRunner:
         self._calls: dict[int, LayerCall] = {}
         self._attention: AttentionBatch
         self._asked: AskedFor | None = None
-        self._narrowing: Narrowing | None = None
+        self._narrowing: TokenPruning | None = None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute the tokens, keep their KV; logits float32 (len(logits_at), vocabulary)."""
@@ -54,7 +59,7 @@ class ModelRunner:
         self._begin(self._on_device(batch))
         logits_at = self._tensor(batch.logits_at)
         if screener is not None and screener.stops:
-            self._narrowing = Narrowing(screener, self._attention, logits_at, self._begin)
+            self._narrowing = TokenPruning(screener, self._attention, logits_at, self._begin)
         try:
             with hooks.narrowing(self._narrowing):
                 output = self.loaded.model(

@@ -15,7 +15,7 @@ from kvweave.fuzzy.recompute import STRATEGIES
 from kvweave.kv.tensors import KVTensors
 
 
-class Narrowing:
+class TokenPruning:
     """Follows a screener's choice: whatever holds one row per token holds fewer of them.
 
     attention, logits_at: of the pass as it begins, over the tokens that the screener keeps then.

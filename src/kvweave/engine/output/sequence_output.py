@@ -80,7 +80,7 @@ _SIBLING = 0xD1B54A32D192ED03
 """Added to the seed from one answer of a request to the next; odd, so that they all differ."""
 
 
-class Answer:
+class SequenceOutput:
     """A sequence's voice: everything about it that is not scheduling."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Answer:
         )
 
 
-class AnswerMaker:
+class SequenceOutputFactory:
     """Gives every sequence its answer; knows the tokenizer."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int]) -> None:
@@ -197,7 +197,7 @@ class AnswerMaker:
         self._special = special_tokens(tokenizer)
         self._eos = frozenset(eos_token_ids)
 
-    def make(self, sequence: Sequence, drawn: int) -> Answer:
+    def make(self, sequence: Sequence, drawn: int) -> SequenceOutput:
         """`drawn` is the seed where the request brings none; sibling answers get different ones."""
         params = sequence.group.request.sampling
         prompt = sequence.tokens
@@ -207,4 +207,6 @@ class AnswerMaker:
         seed = drawn if params.seed is None else params.seed
         sampling = SamplingState(params, prompt, ending, seed + sequence.index * _SIBLING)
         skipped = self._special if params.skip_special_tokens else frozenset[int]()
-        return Answer(sequence, sampling, Detokenizer(self._decode, prompt, skipped), ending)
+        return SequenceOutput(
+            sequence, sampling, Detokenizer(self._decode, prompt, skipped), ending
+        )

@@ -54,7 +54,7 @@ class SamplingState:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SampledTokens:
     """By row: the token, and its log probability if wanted. Rows in `errors` have neither."""
 
     token_ids: list[int]
@@ -62,7 +62,7 @@ class Sampled:
     errors: dict[int, Exception] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> Sampled:
+def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> SampledTokens:
     """Choose one token per row of `logits`, float32 (R, V), which may be overwritten."""
     errors: dict[int, Exception] = {}
     raw = _raw_logprobs(logits, states)
@@ -74,7 +74,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> Sampled:
     for row in (~best.isfinite()).nonzero().squeeze(-1).tolist():
         errors[row] = KvweaveError("the model's output holds no valid numbers")
     token_ids = chosen.tolist()
-    return Sampled(token_ids, _logprobs_of(raw, token_ids, states), errors)
+    return SampledTokens(token_ids, _logprobs_of(raw, token_ids, states), errors)
 
 
 def uniforms(

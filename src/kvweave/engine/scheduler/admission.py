@@ -63,7 +63,7 @@ class Admission:
         group = sequence.group
         if group.running and not group.prompt_computed:
             return True  # a sibling is computing the very same prompt
-        promised = self._cache.promised(sequence.view(), matched)
+        promised = self._cache.pending_prefix(sequence.view(), matched)
         if promised <= matched:
             return False
         if matched > sequence.best_match:

@@ -18,7 +18,7 @@ _ORDERS = ((2, 0, 3, 1), (3, 1, 0, 2), (1, 3, 2, 0), (2, 1, 3, 0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Case:
+class SelfCheckCase:
     """Two prompts, int32 (N). `gold` is the fact in `recipient`, `decoy` the one in `donor`."""
 
     kind: str
@@ -28,14 +28,14 @@ class Case:
     decoy: str | None = None
 
 
-def build_cases(tokenizer: Any) -> list[Case]:
+def build_cases(tokenizer: Any) -> list[SelfCheckCase]:
     """All cases in a model's tokens; whoever takes the first few of them takes some of each kind.
 
     `tokenizer` is a transformers tokenizer; its chat template is used if it has one.
     """
     kinds = zip_longest(_moved(), _reordered(), _near_duplicates())
     return [
-        Case(
+        SelfCheckCase(
             written.kind,
             _tokens(tokenizer, written.donor),
             _tokens(tokenizer, written.recipient),

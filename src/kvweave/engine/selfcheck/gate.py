@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from kvweave.config import EngineConfig, FuzzyConfig
-from kvweave.engine.selfcheck.cases import Case, build_cases
+from kvweave.engine.selfcheck.cases import SelfCheckCase, build_cases
 from kvweave.engine.selfcheck.measure import Measured, measure
 from kvweave.errors import UnsupportedModelError
 from kvweave.models.cache import Progress, cache_folder, silent
@@ -34,7 +34,7 @@ _WITHOUT_EFFECT = ("fuzzy_self_check", "fuzzy_time_budget", "fuzzy_heal")
 Key = Mapping[str, Any]
 
 
-def key_of(config: EngineConfig, loaded: LoadedModel, cases: Sequence[Case]) -> Key:
+def key_of(config: EngineConfig, loaded: LoadedModel, cases: Sequence[SelfCheckCase]) -> Key:
     """All that the figures depend on, as JSON can write it.
 
     The prompts' tokens stand for the texts, the tokenizer and the chat template.

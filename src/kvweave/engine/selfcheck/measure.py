@@ -12,9 +12,9 @@ import torch
 
 from kvweave.config import EngineConfig, SchedulerConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.factory import build_machinery
-from kvweave.engine.logit_recorder import Probe
-from kvweave.engine.selfcheck.cases import Case
+from kvweave.engine.factory import build_components
+from kvweave.engine.logit_recorder import LogitRecorder
+from kvweave.engine.selfcheck.cases import SelfCheckCase
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 from kvweave.kv.pool import IntArray
@@ -93,13 +93,16 @@ class Measured:
 
 
 def measure(
-    cases: Sequence[Case], config: EngineConfig, loaded: LoadedModel, progress: Progress = silent
+    cases: Sequence[SelfCheckCase],
+    config: EngineConfig,
+    loaded: LoadedModel,
+    progress: Progress = silent,
 ) -> list[Measured]:
     """The cases that this model's context holds, as many as fit into the time, in order."""
     fitting = [case for case in cases if _longest(case) + ANSWER <= loaded.context_length]
     if not fitting:
         return []
-    bench = _Bench(config, loaded, max(map(_longest, fitting)))
+    bench = _Measurement(config, loaded, max(map(_longest, fitting)))
     deadline = time.monotonic() + _SECONDS
     measured: list[Measured] = []
     for case in fitting:
@@ -111,12 +114,12 @@ def measure(
     return measured
 
 
-def _longest(case: Case) -> int:
+def _longest(case: SelfCheckCase) -> int:
     return max(len(case.donor), len(case.recipient))
 
 
-class _Bench:
-    """A small engine with the flags of the one that is to be started, and a probe inside."""
+class _Measurement:
+    """A small engine with the flags of the one that is to be started, and a recorder inside."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, longest: int) -> None:
         page = config.cache.page_size
@@ -127,18 +130,18 @@ class _Bench:
             config.cache, max_total_tokens=-(-room // page) * page, kv_events_config=None
         )
         config = replace(config, cache=cache, scheduler=SchedulerConfig())
-        machinery = build_machinery(config, loaded)
-        self.probe = Probe(machinery.runner)
-        self.engine = Engine(config, loaded, replace(machinery, runner=self.probe))
+        components = build_components(config, loaded)
+        self.recorder = LogitRecorder(components.runner)
+        self.engine = Engine(config, loaded, replace(components, runner=self.recorder))
         self._decode = loaded.tokenizer.decode
 
-    def measure(self, case: Case) -> Measured:
+    def measure(self, case: SelfCheckCase) -> Measured:
         tokens = ANSWER if case.gold is not None else 1
         self._serve(case.recipient, tokens, fuzzy=False)
-        cold = self.probe.trace()
+        cold = self.recorder.trace()
         self._serve(case.donor, 1, fuzzy=False, afresh=True)
         moved = self._serve(case.recipient, tokens, fuzzy=True, afresh=False)
-        warm = self.probe.trace()
+        warm = self.recorder.trace()
         facts = []
         for trace in (cold, warm) if case.gold is not None else ():
             text = self._decode(trace.tokens, skip_special_tokens=True)
@@ -155,7 +158,7 @@ class _Bench:
         """Answer greedily, with an empty cache if `afresh`; how many tokens came from elsewhere."""
         if afresh:
             self.engine.flush_cache()
-        self.probe.begin()
+        self.recorder.begin()
         request = GenerateRequest(
             rid="self-check",
             prompt_ids=tuple(prompt.tolist()),

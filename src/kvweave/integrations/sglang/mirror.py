@@ -52,10 +52,10 @@ class FrontIndex(SpanIndex):
         """The run through `position` that reaches furthest."""
         near = view.tokens[position : position + 2 * self._stride - 1]
         seed = namespace_seed(view.namespace)
-        offsets, doors = self.doors.probe(window_hashes(near, self._stride, seed))
+        offsets, anchors = self.anchors.probe(window_hashes(near, self._stride, seed))
         best: Candidate | None = None
-        for offset, door in zip((offsets + position).tolist(), doors.tolist(), strict=True):
-            run = self._longest(view, offset, door)
+        for offset, anchor in zip((offsets + position).tolist(), anchors.tolist(), strict=True):
+            run = self._longest(view, offset, anchor)
             if run is not None and run.start <= position and (not best or run.end > best.end):
                 best = run
         return best
@@ -177,7 +177,7 @@ class Mirror:
         self.version += 1
 
     def check(self) -> None:
-        """Prove that pages, doors and tree add up; IntegrityError where they do not."""
+        """Prove that pages, anchors and tree add up; IntegrityError where they do not."""
         self._tree.check()
         self._donors.check(self._tree)
         self._pool.check([node.pages for node in self._tree.nodes()])

@@ -20,25 +20,25 @@ def world(request: pytest.FixtureRequest) -> World:
     return World(str(request.param), SIZE)
 
 
-def promised(world: World, prompt: np.ndarray, namespace: Namespace = NS) -> int:
+def pending(world: World, prompt: np.ndarray, namespace: Namespace = NS) -> int:
     view = world.view(prompt, namespace)
-    return world.cache.promised(view, world.cache.match(view))
+    return world.cache.pending_prefix(view, world.cache.match(view))
 
 
 def test_a_waiting_request_is_promised_what_it_shares_with_a_running_one(world: World) -> None:
     world.start(PROMPT)
     shared = np.concatenate([PROMPT[: 3 * SIZE + 1], tokens_of([1] * 9)])
-    assert promised(world, shared) == 3 * SIZE
-    assert promised(world, PROMPT) == 4 * SIZE, "its last token is its own to compute"
-    assert promised(world, np.append(PROMPT, np.int32(1))) == 5 * SIZE
+    assert pending(world, shared) == 3 * SIZE
+    assert pending(world, PROMPT) == 4 * SIZE, "its last token is its own to compute"
+    assert pending(world, np.append(PROMPT, np.int32(1))) == 5 * SIZE
 
 
 def test_a_promise_lasts_until_its_last_page_is_published(world: World) -> None:
     producer = world.start(PROMPT)
     for _ in range(4):
-        assert promised(world, PROMPT) == 4 * SIZE
+        assert pending(world, PROMPT) == 4 * SIZE
         producer.compute(SIZE)
-    assert promised(world, PROMPT) == 0
+    assert pending(world, PROMPT) == 0
     assert world.match(PROMPT) == 4 * SIZE
 
 
@@ -46,51 +46,51 @@ def test_when_the_producer_dies_the_next_takes_over(world: World) -> None:
     first = world.start(PROMPT)
     first.compute(SIZE)
     first.release()
-    assert promised(world, PROMPT) == 0, "the next computes"
+    assert pending(world, PROMPT) == 0, "the next computes"
     second = world.start(PROMPT)
     assert second.lease.plan.exact == SIZE
-    assert promised(world, PROMPT) == 4 * SIZE, "and the one after it waits"
+    assert pending(world, PROMPT) == 4 * SIZE, "and the one after it waits"
 
 
 def test_the_longest_of_several_promises_counts(world: World) -> None:
     for pages in (1, 3, 2):
         world.start(np.concatenate([PROMPT[: pages * SIZE], tokens_of([pages] * SIZE)]))
-    assert promised(world, PROMPT) == 3 * SIZE
+    assert pending(world, PROMPT) == 3 * SIZE
 
 
 def test_nobody_is_promised_another_namespace(world: World) -> None:
     world.start(PROMPT)
-    assert promised(world, PROMPT, Namespace("model", salt="other")) == 0
+    assert pending(world, PROMPT, Namespace("model", salt="other")) == 0
 
 
 def test_approximate_kv_is_never_promised(world: World) -> None:
     client = world.start(PROMPT)
     client.lease.plan = Plan(len(PROMPT), spans=(Span(2 * SIZE + 1, SIZE, "donor", 0),))
-    assert promised(world, PROMPT) == 2 * SIZE
+    assert pending(world, PROMPT) == 2 * SIZE
     client.compute(3 * SIZE)
-    assert promised(world, PROMPT) == 0
+    assert pending(world, PROMPT) == 0
 
 
 def test_less_than_a_page_is_no_promise(world: World) -> None:
     world.start(PROMPT[: SIZE - 1])
     world.start(PROMPT[:0])
-    assert promised(world, PROMPT) == 0
+    assert pending(world, PROMPT) == 0
     world.start(PROMPT)
-    assert promised(world, PROMPT[:SIZE]) == 0
-    assert promised(world, PROMPT[:0]) == 0
+    assert pending(world, PROMPT[:SIZE]) == 0
+    assert pending(world, PROMPT[:0]) == 0
 
 
 def test_who_does_not_want_to_wait_is_promised_nothing(world: World) -> None:
-    eager = World(world.cache.name, SIZE, wait_for_producers=False)
+    eager = World(world.cache.name, SIZE, wait_for_pending=False)
     eager.start(PROMPT)
-    assert promised(eager, PROMPT) == 0
+    assert pending(eager, PROMPT) == 0
 
 
 def test_finished_requests_leave_nothing_behind(world: World) -> None:
     for prompt in (PROMPT, PROMPT, PROMPT[:7], PROMPT[:0]):
         world.serve(prompt)
         world.start(prompt).release()
-    producers = world.cache._producers  # type: ignore[attr-defined]
+    producers = world.cache._pending  # type: ignore[attr-defined]
     assert not producers._groups
     assert not producers._group_of
 
@@ -105,7 +105,7 @@ def test_a_shared_cold_prefix_is_prefilled_once(world: World) -> None:
     while waiting or any(client.left for client in world.live):
         for _ in range(len(waiting)):
             prompt = waiting.pop(0)
-            if promised(world, tokens_of(prompt)):
+            if pending(world, tokens_of(prompt)):
                 waiting.append(prompt)
             else:
                 world.start(prompt)

@@ -1,4 +1,4 @@
-"""The door table against a dictionary that does the same, slowly."""
+"""The anchor table against a dictionary that does the same, slowly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvweave.errors import IntegrityError
-from kvweave.fuzzy.anchors import DoorTable
+from kvweave.fuzzy.anchors import AnchorTable
 
 PAGES, SIZE, STRIDE = 24, 8, 4
 HASHES = [0, 1, 2**63, 2**64 - 1, *(i << 60 | 5 for i in range(4)), 5, 6, 7]
@@ -19,7 +19,7 @@ HASHES = [0, 1, 2**63, 2**64 - 1, *(i << 60 | 5 for i in range(4)), 5, 6, 7]
 class Doors(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.table = DoorTable(PAGES * SIZE, SIZE, STRIDE)
+        self.table = AnchorTable(PAGES * SIZE, SIZE, STRIDE)
         self.model: dict[int, list[int]] = {}  # hash to slots, newest first
         self.used: set[int] = set()
 
@@ -51,8 +51,10 @@ class Doors(RuleBasedStateMachine):
 
     @invariant()
     def finds_what_the_model_holds(self) -> None:
-        at, doors = self.table.probe(np.array(HASHES, np.uint64))
-        found = {HASHES[i]: self.table.slots(door, 99) for i, door in zip(at, doors, strict=True)}
+        at, anchors = self.table.probe(np.array(HASHES, np.uint64))
+        found = {
+            HASHES[i]: self.table.slots(anchor, 99) for i, anchor in zip(at, anchors, strict=True)
+        }
         assert found == {hash_: slots for hash_, slots in self.model.items() if slots}
         assert len(self.table) == len(self.used)
         self.table.check()
@@ -63,18 +65,20 @@ TestDoors.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 
 
 def test_room_grows_beyond_what_was_expected() -> None:
-    table = DoorTable(num_slots=8192, page_size=1, stride=16)
+    table = AnchorTable(num_slots=8192, page_size=1, stride=16)
     hashes = np.arange(8192, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     table.open(hashes, np.arange(8192, dtype=np.int32))
-    at, doors = table.probe(hashes)
+    at, anchors = table.probe(hashes)
     assert len(at) == 8192
-    assert [table.slots(door, 9) for door in doors.tolist()] == [[slot] for slot in range(8192)]
+    assert [table.slots(anchor, 9) for anchor in anchors.tolist()] == [
+        [slot] for slot in range(8192)
+    ]
     table.check()
 
 
 def test_repeated_text_costs_other_text_no_steps() -> None:
     """Ten thousand equal hashes in one bucket stand in one place of its chain."""
-    table = DoorTable(num_slots=160_000, page_size=16, stride=16)
+    table = AnchorTable(num_slots=160_000, page_size=16, stride=16)
     same, neighbour = 7 << 50, (7 << 50) + 1
     table.open(np.array([neighbour], np.uint64), np.array([159_999], np.int32))
     table.open(np.full(9_999, same, np.uint64), np.arange(9_999, dtype=np.int32) * 16)
@@ -82,13 +86,13 @@ def test_repeated_text_costs_other_text_no_steps() -> None:
     while at >= 0:
         steps, at = steps + 1, table._next[at]
     assert steps == 2
-    at, doors = table.probe(np.array([same, neighbour], np.uint64))
-    assert table.slots(int(doors[0]), 3) == [9_998 * 16, 9_997 * 16, 9_996 * 16]
-    assert table.slots(int(doors[1]), 3) == [159_999]
+    at, anchors = table.probe(np.array([same, neighbour], np.uint64))
+    assert table.slots(int(anchors[0]), 3) == [9_998 * 16, 9_997 * 16, 9_996 * 16]
+    assert table.slots(int(anchors[1]), 3) == [159_999]
 
 
 def test_check_finds_a_door_that_cannot_be_reached() -> None:
-    table = DoorTable(num_slots=64, page_size=16, stride=4)
+    table = AnchorTable(num_slots=64, page_size=16, stride=4)
     table.open(np.array([1, 2], np.uint64), np.array([3, 19], np.int32))
     table._first_on_page[1] = -1
     with pytest.raises(IntegrityError, match="2 can be found by hash and 1 by page"):
