@@ -34,7 +34,7 @@ def fuzzy_world(page_size: int = 4, **options) -> World:
     return make_world(make_cache=make_cache, page_size=page_size, **options)
 
 
-def fuzzy_world_refreshing(share: float, strategy: str = "mix", **options) -> World:
+def fuzzy_world_recomputing(share: float, strategy: str = "mix", **options) -> World:
     config = replace(SMALL, fuzzy_refresh=share, fuzzy_refresh_strategy=strategy)
 
     def make_cache(pool: PagePool, given: CacheOptions, mover) -> FuzzyCache:
@@ -266,12 +266,12 @@ def test_a_snapshot_which_every_step_takes_tells_of_the_provider_and_asks_it_not
 @pytest.mark.parametrize("strategy", ["mix", "deviation", "question", "seams"])
 @pytest.mark.parametrize("chunk", [7, 64, 2048])
 def test_a_share_of_what_is_moved_is_computed_again(strategy, chunk):
-    world = fuzzy_world_refreshing(0.25, strategy, chunked_prefill_size=chunk)
+    world = fuzzy_world_recomputing(0.25, strategy, chunked_prefill_size=chunk)
     world.run(request("donor", wrapped(1, DOCUMENT)))
     before = world.engine.snapshot().prefill_tokens
     budgets = []
     world.runner.before = lambda batch: budgets.append(
-        0 if batch.screening is None else int(batch.screening.budget.sum())
+        0 if batch.recompute is None else int(batch.recompute.budget.sum())
     )
     tokens = wrapped(2, DOCUMENT)
     world.run(request("moved", tokens, 6))
@@ -290,7 +290,7 @@ def test_a_share_of_what_is_moved_is_computed_again(strategy, chunk):
 
 
 def test_a_request_may_want_another_share_than_the_engine_is_set_to():
-    world = fuzzy_world_refreshing(0.25)
+    world = fuzzy_world_recomputing(0.25)
     world.run(request("donor", wrapped(1, DOCUMENT)))
     shares = []
     for at, share in enumerate((None, 0.0, 0.5)):
@@ -300,8 +300,8 @@ def test_a_request_may_want_another_share_than_the_engine_is_set_to():
     assert shares == pytest.approx([0.25, 0.0, 0.5], abs=0.01)
 
 
-def test_refreshing_everything_moves_nothing_and_may_be_shared():
-    world = fuzzy_world_refreshing(1.0)
+def test_recomputing_everything_moves_nothing_and_may_be_shared():
+    world = fuzzy_world_recomputing(1.0)
     world.run(request("donor", wrapped(1, DOCUMENT)))
     tokens = wrapped(2, DOCUMENT)
     world.run(request("cold", tokens, 6))
@@ -313,7 +313,7 @@ def test_refreshing_everything_moves_nothing_and_may_be_shared():
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_a_share_that_is_none_is_refused_in_words(share):
-    world = fuzzy_world_refreshing(0.25)
+    world = fuzzy_world_recomputing(0.25)
     with pytest.raises(RequestError, match="share from 0 to 1") as caught:
         world.engine.add(replace(request("r", DOCUMENT), fuzzy_refresh=share))
     assert caught.value.param == "fuzzy_refresh"

@@ -19,7 +19,7 @@ class WovenCache(RadixCache):
     """Serves fixed spans of any prompt long enough, as if a donor had held the same tokens."""
 
     spans = (Span(6, 10, "donor", 40), Span(19, 13, "donor", 3))
-    refresh = np.array([6, 7, 20], np.int32)
+    recompute = np.array([6, 7, 20], np.int32)
 
     def __init__(self, pool: PagePool, options: CacheOptions, runner: OracleRunner) -> None:
         super().__init__(pool, options)
@@ -32,8 +32,8 @@ class WovenCache(RadixCache):
             return lease
         if not self.grow(lease, spans[-1].end):
             return lease
-        refresh = [at for at in self.refresh if at >= spans[0].start]
-        lease.plan = Plan(len(view.tokens), lease.plan.exact, spans, np.array(refresh, np.int32))
+        recompute = [at for at in self.recompute if at >= spans[0].start]
+        lease.plan = Plan(len(view.tokens), lease.plan.exact, spans, np.array(recompute, np.int32))
         size = self.page_size
         for span in spans:
             at = np.arange(span.start, span.end)

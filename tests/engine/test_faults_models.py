@@ -8,7 +8,11 @@ from test_engine_models import assert_equal, reference
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, SchedulerConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.execution.selective_recompute import AskedFor, Screener, TokenPruning
+from kvweave.engine.execution.selective_recompute import (
+    QuestionAttention,
+    RecomputeSelector,
+    TokenPruning,
+)
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from support.faultkit import WORDS, Trap, by_rows
 from support.tinymodels import VOCABULARY
@@ -55,14 +59,18 @@ RUNNING: list[str] = []
 
 
 EVERYWHERE = [("attention", "begin", None), ("attention", "attend", 2), ("kv", "write", 1)]
-REFRESHING = [(Screener, "observe", None), (TokenPruning, "_narrow", None), (AskedFor, "see", None)]
+RECOMPUTING = [
+    (RecomputeSelector, "observe", None),
+    (TokenPruning, "_prune", None),
+    (QuestionAttention, "see", None),
+]
 
 
 @pytest.mark.parametrize(
     ("backend", "place", "name", "layer"),
     [
         *(("hash", *each) for each in EVERYWHERE),
-        *(("fuzzy_match", *each) for each in EVERYWHERE + REFRESHING),
+        *(("fuzzy_match", *each) for each in EVERYWHERE + RECOMPUTING),
     ],
 )
 def test_who_is_to_blame_fails_and_the_others_are_computed_again(

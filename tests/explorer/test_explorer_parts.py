@@ -29,10 +29,10 @@ def test_runs_say_of_every_token_what_the_plan_says(gaps, exact, data):
         spans.append(Span(reached + gap, length, "1", 100 * len(spans)))
         reached = spans[-1].end
     inside = [at for span in spans for at in range(span.start, span.end)]
-    refresh = data.draw(st.lists(st.sampled_from(inside), unique=True) if inside else st.just([]))
-    plan = Plan(reached + 3, exact, tuple(spans), np.array(sorted(refresh), np.int32))
+    recompute = data.draw(st.lists(st.sampled_from(inside), unique=True) if inside else st.just([]))
+    plan = Plan(reached + 3, exact, tuple(spans), np.array(sorted(recompute), np.int32))
 
-    runs = source_runs(plan.length, exact, plan.spans, runs_of(plan.refresh))
+    runs = source_runs(plan.length, exact, plan.spans, runs_of(plan.recompute))
     named = [run.source for run in runs for _ in range(run.length)]
     assert len(named) == plan.length
     assert [run.start for run in runs] == [
@@ -41,7 +41,7 @@ def test_runs_say_of_every_token_what_the_plan_says(gaps, exact, data):
     for at, source in enumerate(named):
         if at < exact:
             assert source == "exact"
-        elif at in refresh:
+        elif at in recompute:
             assert source == "refreshed"
         else:
             assert source == ("moved" if at in inside else "fresh")

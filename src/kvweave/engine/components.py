@@ -33,7 +33,7 @@ def _uninterruptible(wanted: Callable[[], bool]) -> AbstractContextManager[None]
 
 @dataclass(frozen=True, slots=True)
 class EngineComponents:
-    """Everything below the scheduler; `building.build_components` makes the real one."""
+    """Everything below the scheduler; `factory.build_components` makes the real one."""
 
     pool: PagePool
     cache: PrefixCache

@@ -48,7 +48,7 @@ class Engine:
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel, components: EngineComponents | None = None
     ) -> None:
-        """Builds the machinery unless given. ConfigError where model and flags do not fit."""
+        """Builds the components unless given. ConfigError where model and flags do not fit."""
         config.validate()
         self.config = config
         self.loaded = loaded
@@ -222,31 +222,31 @@ class Engine:
         states = {s: self._answers[s].sampling for s in (row.sequence for row in step.rows)}
         last: Exception | None = None
         computed = False
-        for row, outcome in self._executor.run(step.rows, states):
-            computed |= outcome.computed
+        for row, output in self._executor.run(step.rows, states):
+            computed |= output.computed
             try:
-                self._advance(row, outcome)
+                self._advance(row, output)
             except Exception as error:
                 last = error
-                self._fail(row.sequence, error, logged=outcome.logged)
+                self._fail(row.sequence, error, logged=output.logged)
         if computed:
             self._failures = 0
         elif last is not None:
             self._got_nothing_done(last, self._executor.work)
 
-    def _advance(self, row: Row, outcome: RowOutput) -> None:
+    def _advance(self, row: Row, output: RowOutput) -> None:
         """One row's forward pass succeeded: its progress counts, and its answer goes on."""
-        if outcome.error is not None:
-            raise outcome.error
+        if output.error is not None:
+            raise output.error
         sequence = row.sequence
-        if outcome.chosen is not None:
-            sequence.refreshed.append(outcome.chosen)
+        if output.chosen is not None:
+            sequence.recomputed.append(output.chosen)
         self.scheduler.commit(row)
         answer = self._answers[sequence]
-        if outcome.scores:
-            answer.score(outcome.scores)
-        if outcome.token is not None:
-            delta = answer.accept(outcome.token, outcome.logprob)
+        if output.scores:
+            answer.score(output.scores)
+        if output.token is not None:
+            delta = answer.accept(output.token, output.logprob)
             self._reporter.counters.generated_tokens += 1
         elif row.completes:
             delta = answer.end("length")  # nothing was to be generated

@@ -1,7 +1,7 @@
-"""A runner in front of an engine's own: it keeps the logits of an answer, and may dictate it.
+"""A runner that records the logits of an answer and can force its tokens (teacher forcing).
 
-The engine knows nothing of it. A greedy sampler follows whatever logit is the largest, so an answer
-is teacher_forced by raising one logit after the real ones have been noted.
+It wraps the engine's own runner. A greedy sampler takes the largest logit, so a token is forced by
+raising its logit after the model's own logits have been recorded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvweave.errors import KvweaveError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedLogits:
-    """An answer as its model saw it.
+    """The logits and tokens of one answer.
 
-    logits: float32 (T, V) on the CPU, as the model gave them; row t is what token t was chosen by.
-    tokens: (T), the one that ended the answer included.
+    logits: float32 (T, V) on the CPU, as the model returned them; row t precedes token t.
+    tokens: (T), including the one that ended the answer.
     """
 
     logits: torch.Tensor
@@ -29,20 +29,20 @@ class RecordedLogits:
 
 
 class LogitRecorder:
-    """Stands in for an engine's runner; for one greedy request at a time."""
+    """Wraps an engine's runner; records one greedy request at a time."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._rows: list[torch.Tensor] = []
         self._tokens: list[int] = []
-        self._dictated: tuple[int, ...] = ()
+        self._forced: tuple[int, ...] = ()
 
     def begin(self, teacher_forced: Sequence[int] = ()) -> None:
-        """A new request follows, whose first tokens will be the `teacher_forced` ones."""
-        self._rows, self._tokens, self._dictated = [], [], tuple(teacher_forced)
+        """Start a new recording; the answer's first tokens will be `teacher_forced`."""
+        self._rows, self._tokens, self._forced = [], [], tuple(teacher_forced)
 
     def trace(self) -> RecordedLogits:
-        """What was answered since `begin`."""
+        """The recording since `begin`."""
         return RecordedLogits(torch.stack(self._rows), tuple(self._tokens))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -50,10 +50,10 @@ class LogitRecorder:
         if not len(batch.logits_at):  # a chunk of a prompt that goes on
             return logits
         if len(logits) != 1:
-            raise KvweaveError(f"a probe watches one request, but {len(logits)} were answered")
+            raise KvweaveError(f"a logit recorder takes one request, but {len(logits)} ran")
         step = len(self._rows)
         self._rows.append(logits[0].to("cpu", copy=True))
-        if step < len(self._dictated):
-            logits[0, self._dictated[step]] = logits[0].max() + 1
+        if step < len(self._forced):
+            logits[0, self._forced[step]] = logits[0].max() + 1
         self._tokens.append(int(logits[0].max(dim=-1).indices))
         return logits

@@ -161,7 +161,7 @@ class FuzzyCache(RadixCache):
 
     def _share(self, view: RequestView) -> float:
         """How much of what is moved is computed again; all of it is nothing moved at all."""
-        return self._config.fuzzy_refresh if view.refresh is None else view.refresh
+        return self._config.fuzzy_refresh if view.recompute is None else view.recompute
 
     def _pieces(self, view: RequestView, exact: int) -> list[Candidate]:
         """What to serve beyond the exact prefix: verified, chosen and cut to size."""
@@ -187,7 +187,7 @@ class FuzzyCache(RadixCache):
         except Exception:  # it came from elsewhere, and may be anything
             return None
 
-    def _realize(self, lease: RadixLease, pieces: list[Candidate], refresh: float) -> None:
+    def _realize(self, lease: RadixLease, pieces: list[Candidate], recompute: float) -> None:
         """Copy the donors' KV into pages of the lease's own; if that fails, it stays exact."""
         nodes = [self._donors.node(piece.page) for piece in pieces]
         donors = [node for node in nodes if node is not None]
@@ -196,7 +196,7 @@ class FuzzyCache(RadixCache):
         exact_pages = len(lease.pages)
         try:
             # Evicts others if need be; the donors are locked.
-            if self.grow(lease, pieces[-1].end) and not self._move(lease, pieces, refresh):
+            if self.grow(lease, pieces[-1].end) and not self._move(lease, pieces, recompute):
                 surplus = lease.pages[exact_pages:].copy()
                 lease.truncate(exact_pages)
                 self.pool.drop(surplus)
@@ -204,7 +204,7 @@ class FuzzyCache(RadixCache):
             for node in donors:
                 self.tree.unlock(node)
 
-    def _move(self, lease: RadixLease, pieces: list[Candidate], refresh: float) -> bool:
+    def _move(self, lease: RadixLease, pieces: list[Candidate], recompute: float) -> bool:
         """Fill the lease's pages and let its plan say so; False, and no new plan, if that fails."""
         size, spans, runs = self.page_size, [], []
         for piece in pieces:
@@ -220,8 +220,8 @@ class FuzzyCache(RadixCache):
                     zeroed=self._guard.zeroed_layers,
                 )
             )
-        chosen, screen = choose(spans, refresh, self._config.fuzzy_refresh_strategy)
-        plan = Plan(lease.plan.length, lease.plan.exact, tuple(spans), chosen, screen)
+        chosen, deferred = choose(spans, recompute, self._config.fuzzy_refresh_strategy)
+        plan = Plan(lease.plan.length, lease.plan.exact, tuple(spans), chosen, deferred)
         try:
             self._mover.move(runs)
         except IntegrityError:

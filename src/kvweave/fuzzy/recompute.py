@@ -4,7 +4,7 @@ KV that was moved is that of the right token at the right position, but it was c
 another text. Few tokens take that badly (CacheBlend, arXiv 2405.16444, section 4); a strategy says
 how they are told from the others. Some of it is known when the plan is made: where spans begin, and
 where the prompt differs from its donor. The rest shows in the forward pass, whose part of the work
-is `engine.screening`.
+is `engine.execution.selective_recompute`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.plan import BoolArray, Screen, Span, Tier
+from kvweave.prefix.plan import BoolArray, DeferredRecompute, Span, Tier
 
 _FOLLOWERS = 8
 """Tokens after a place where the prompt differs from its donor that come first in any budget."""
@@ -72,7 +72,9 @@ STRATEGIES = {
 }
 
 
-def choose(spans: Sequence[Span], share: float, strategy: str) -> tuple[IntArray, Screen | None]:
+def choose(
+    spans: Sequence[Span], share: float, strategy: str
+) -> tuple[IntArray, DeferredRecompute | None]:
     """Positions to compute again, and who chooses the rest of `share` x all moved tokens.
 
     Tokens just behind an edit come first whatever the strategy: they are what would carry the
@@ -89,7 +91,7 @@ def choose(spans: Sequence[Span], share: float, strategy: str) -> tuple[IntArray
     if not STRATEGIES[strategy].looks:
         return _first(spans, _levelled(heads, lengths, budget)), None
     left = budget - int(heads.sum())
-    return _first(spans, heads), Screen(strategy, left) if left > 0 else None
+    return _first(spans, heads), DeferredRecompute(strategy, left) if left > 0 else None
 
 
 def _edited(spans: Sequence[Span]) -> BoolArray:

@@ -20,7 +20,7 @@ _ROWS = (11, 1, 4)
 """Lengths of the rows that are tried together."""
 # Relative difference of logits that rounding explains; in narrow types it may choose other experts.
 _TOLERANCE = {torch.float32: 1e-3}
-_TOLERANCE_NARROW = 1e-1
+_TOLERANCE_HALF = 1e-1
 
 
 def check_compatibility(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> int:
@@ -44,7 +44,7 @@ def check_compatibility(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]
     if packed.shape != expected.shape:
         raise UnsupportedModelError("it cannot give the logits of chosen tokens only")
     error = (packed - expected).float().norm() / expected.float().norm()
-    if not error < _TOLERANCE.get(packed.dtype, _TOLERANCE_NARROW):
+    if not error < _TOLERANCE.get(packed.dtype, _TOLERANCE_HALF):
         raise UnsupportedModelError(
             "it answers prompts that are computed together otherwise than each alone, so it needs "
             "something that kvweave's attention does not have (such as biases on scores, or state "
@@ -87,13 +87,13 @@ def prunes_tokens(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> b
         expected = answers()
         dense.layer = None
         try:
-            with hooks.narrowing(drop):
+            with hooks.token_pruning(drop):
                 found = answers()
         except Exception:  # whatever a model's code does when tensors get shorter on the way
             return False
     error = (found - expected).norm() / expected.norm()
     return len(dense.rows) < len(_ROWS) and bool(
-        error < _TOLERANCE.get(model.dtype, _TOLERANCE_NARROW)
+        error < _TOLERANCE.get(model.dtype, _TOLERANCE_HALF)
     )
 
 

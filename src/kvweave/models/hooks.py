@@ -40,7 +40,7 @@ TokenPruning: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 class _Here(threading.local):
     function: AttentionFunction | None = None
     wanted: Callable[[], bool] | None = None
-    narrowing: TokenPruning | None = None
+    token_pruning: TokenPruning | None = None
 
 
 _here = _Here()
@@ -70,27 +70,27 @@ def interruptible(wanted: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def narrowing(function: TokenPruning | None) -> Iterator[None]:
+def token_pruning(function: TokenPruning | None) -> Iterator[None]:
     """Let `function` change the arguments of this thread's decoder layers within the block.
 
     Of models that `prepare` has seen. It is called for every tensor, also for those in tuples,
     lists and dicts.
     """
-    outer, _here.narrowing = _here.narrowing, function
+    outer, _here.token_pruning = _here.token_pruning, function
     try:
         yield
     finally:
-        _here.narrowing = outer
+        _here.token_pruning = outer
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Let `narrowing` reach the model's decoder layers: whatever holds one attention each.
+    """Let `token_pruning` reach the model's decoder layers: whatever holds one attention each.
 
-    Hooks stay, since other threads may be running the model when one wants them; a layer outside
-    a narrowing pays a microsecond for that.
+    Hooks stay, since other threads may be running the model when one wants them; a layer that
+    prunes nothing pays a microsecond for that.
     """
     for layer in _decoder_layers(model):
-        layer.register_forward_pre_hook(_narrow, with_kwargs=True)
+        layer.register_forward_pre_hook(_prune, with_kwargs=True)
 
 
 def _decoder_layers(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
@@ -101,10 +101,10 @@ def _decoder_layers(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
                     yield layer
 
 
-def _narrow(
+def _prune(
     _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    function = _here.narrowing
+    function = _here.token_pruning
     if function is None:
         return None
     return _each_tensor(args, function), _each_tensor(kwargs, function)

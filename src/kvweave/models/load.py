@@ -133,7 +133,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         model = _weights(source, dtype, device, progress)
         layouts, vocab_size = _prove(model, context_length)
         hooks.prepare(model)
-        may_narrow = prunes_tokens(model, layouts)
+        can_prune = prunes_tokens(model, layouts)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{source.name} cannot be served: {error}") from error
     model.set_attn_implementation(hooks.SERVING)
@@ -149,7 +149,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         layouts=layouts,
         context_length=context_length,
         vocab_size=vocab_size,
-        prunes_tokens=may_narrow,
+        prunes_tokens=can_prune,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         dtype=dtype,
         device=device,

@@ -33,7 +33,7 @@ class RequestView:
     `tokens` (int32) are all tokens known so far: the prompt, and the output too when a preempted
     request comes back. `max_exact` bounds the exact prefix in tokens (0: compute everything, as
     prompt logprobs need); None leaves it to the cache. `fuzzy` False forbids anything approximate;
-    `refresh` is the share of it to compute again, None the configured one. From position
+    `recompute` is the share of it to compute again, None the configured one. From position
     `protected_from` on, where the last question begins, nothing may be served in other words; None:
     nobody knows where that is, and the cache is careful. `semantic` False forbids to compare its
     meaning with anybody's, now or later.
@@ -46,7 +46,7 @@ class RequestView:
     max_exact: int | None = None
     fuzzy: bool = True
     protected_from: int | None = None
-    refresh: float | None = None
+    recompute: float | None = None
     semantic: bool = True
 
 

@@ -52,10 +52,10 @@ def _no_positions() -> IntArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Screen:
-    """Leaves it to the forward pass which `budget` further moved tokens are computed again.
+class DeferredRecompute:
+    """`budget` further moved tokens to compute again, which the forward pass selects.
 
-    `strategy` names the rule by which it chooses, when it has seen what there is to see.
+    `strategy` names the rule of selection (fuzzy.recompute.STRATEGIES).
     """
 
     strategy: str
@@ -66,29 +66,29 @@ class Screen:
 class Plan:
     """Covers every position once: `[0, exact)` from the tree, then spans, the rest fresh.
 
-    `refresh` lists positions inside spans that are computed although donor KV exists; with a
-    `screen`, the forward pass adds more. `compute` is everything that it has to look at, in
-    ascending order: the fresh and the refreshed, and with a screen all that is moved.
+    `recompute` lists positions inside spans that are computed although donor KV exists; with
+    `deferred`, the forward pass selects more. `compute` holds all positions that enter the forward
+    pass, ascending: fresh, recomputed and, with `deferred`, all moved ones.
     Immutable; a plan that does not add up raises IntegrityError when built.
     """
 
     length: int
     exact: int = 0
     spans: tuple[Span, ...] = ()
-    refresh: IntArray = field(default_factory=_no_positions)
-    screen: Screen | None = None
+    recompute: IntArray = field(default_factory=_no_positions)
+    deferred: DeferredRecompute | None = None
     compute: IntArray = field(init=False)
     candidates: BoolArray | None = field(init=False)
-    """With a screen: which of `compute` are served unless the screen chooses them."""
+    """With `deferred`: which of `compute` are served unless the forward pass selects them."""
 
     def __post_init__(self) -> None:
         self._check()
         compute, candidates = np.arange(self.exact, self.length, dtype=np.int32), None
         if self.spans:
             fresh = self._fresh()
-            looked_at = fresh if self.screen is None else fresh | self._covered(Tier.MOVED)
-            compute = np.flatnonzero(looked_at).astype(np.int32)
-            if self.screen is not None:
+            entering = fresh if self.deferred is None else fresh | self._covered(Tier.MOVED)
+            compute = np.flatnonzero(entering).astype(np.int32)
+            if self.deferred is not None:
                 candidates = ~fresh[compute]
                 candidates.setflags(write=False)
         compute.setflags(write=False)
@@ -99,7 +99,7 @@ class Plan:
         """By position: what is sure to be computed."""
         mask = ~self._covered(*Tier)
         mask[: self.exact] = False
-        mask[self.refresh] = True
+        mask[self.recompute] = True
         return mask
 
     def _covered(self, *tiers: Tier) -> BoolArray:
@@ -123,26 +123,28 @@ class Plan:
                     f"or leaves no last token of {self.length}"
                 )
             covered = span.end
-        if self.screen is not None and (self.screen.budget < 1 or self.served_by(Tier.MOVED) < 0):
-            raise IntegrityError(f"{self.screen.budget} tokens are to be chosen of too few")
+        if self.deferred is not None and (
+            self.deferred.budget < 1 or self.served_by(Tier.MOVED) < 0
+        ):
+            raise IntegrityError(f"{self.deferred.budget} tokens are to be chosen of too few")
 
     @property
     def served(self) -> int:
-        """Tokens that spans serve and nothing refreshes (the exact prefix is not among them)."""
+        """Tokens that spans serve and that are not recomputed, without the exact prefix."""
         return sum(span.length for span in self.spans) - self.recomputed
 
     def served_by(self, tier: Tier) -> int:
-        """Tokens that spans of one tier serve and nothing refreshes."""
+        """Tokens that spans of one tier serve and that are not recomputed."""
         spans = [span for span in self.spans if span.tier is tier]
         edges = np.array([(span.start, span.end) for span in spans], np.int64).reshape(-1, 2)
-        refreshed = np.diff(np.searchsorted(self.refresh, edges), axis=1)
-        served = int(np.diff(edges, axis=1).sum() - refreshed.sum())
-        return served - self.screen.budget if self.screen and tier is Tier.MOVED else served
+        recomputed = np.diff(np.searchsorted(self.recompute, edges), axis=1)
+        served = int(np.diff(edges, axis=1).sum() - recomputed.sum())
+        return served - self.deferred.budget if self.deferred and tier is Tier.MOVED else served
 
     @property
     def recomputed(self) -> int:
         """Tokens of spans that are computed again."""
-        return len(self.refresh) + (0 if self.screen is None else self.screen.budget)
+        return len(self.recompute) + (0 if self.deferred is None else self.deferred.budget)
 
     @property
     def approximate(self) -> bool:

@@ -15,11 +15,10 @@ LongArray: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Screening:
-    """Tokens of a batch whose KV is there already, and how many of them are computed again.
+class RecomputeRequest:
+    """Tokens of a batch whose KV was moved, and how many of them to compute again.
 
-    The others of `candidates` drop out on the way through the layers: from then on, what the pool
-    holds of them stays.
+    The other `candidates` are pruned between layers: from there on they keep the KV of the pool.
     """
 
     candidates: BoolArray
@@ -27,7 +26,7 @@ class Screening:
     budget: IntArray
     """(R), how many of each row's candidates."""
     strategies: tuple[str | None, ...]
-    """(R), by which rule (a name in fuzzy.refresh); None for rows without candidates."""
+    """(R), by which rule (a name in fuzzy.recompute); None for rows without candidates."""
     chosen: BoolArray
     """(T), filled in by the forward pass: the candidates that it computed again."""
 
@@ -56,7 +55,7 @@ class ForwardBatch:
     page_size: int
     logits_at: LongArray
     """Indices of the tokens (not positions) whose logits are wanted, in the order wanted."""
-    screening: Screening | None = None
+    recompute: RecomputeRequest | None = None
 
     @property
     def rows(self) -> int:
@@ -68,10 +67,10 @@ class ForwardBatch:
 
     def chosen(self, row: int) -> LongArray:
         """Positions of a row's candidates that the forward pass computed again."""
-        if self.screening is None:
+        if self.recompute is None:
             return self.positions[:0]
         begin, end = self.query_start[row : row + 2]
-        return self.positions[begin:end][self.screening.chosen[begin:end]]
+        return self.positions[begin:end][self.recompute.chosen[begin:end]]
 
     def only(self, kept: LongArray) -> ForwardBatch:
         """The tokens with the indices `kept`, ascending, and no others; their rows stay.
@@ -86,5 +85,5 @@ class ForwardBatch:
             slots=self.slots[kept],
             query_start=np.searchsorted(kept, self.query_start).astype(np.int32),
             logits_at=np.searchsorted(kept, wanted),
-            screening=None,
+            recompute=None,
         )

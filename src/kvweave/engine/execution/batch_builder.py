@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvweave.engine.execution.batch import ForwardBatch, LongArray, Screening
+from kvweave.engine.execution.batch import ForwardBatch, LongArray, RecomputeRequest
 from kvweave.engine.scheduler.scheduler import Row
 from kvweave.kv.pool import IntArray
 
@@ -82,7 +82,7 @@ class BatchBuilder:
             page_start=page_start,
             page_size=size,
             logits_at=logits_at,
-            screening=_screening(rows, query_start),
+            recompute=_recompute(rows, query_start),
         )
         return batch, wanted
 
@@ -111,22 +111,22 @@ def _fill(
     slots[:] = table[at // size].astype(np.int64) * size + at % size
 
 
-def _screening(rows: Rows[Row], query_start: IntArray) -> Screening | None:
+def _recompute(rows: Rows[Row], query_start: IntArray) -> RecomputeRequest | None:
     """What plans leave to the forward pass to choose, if they do."""
-    if all(row.sequence.plan.screen is None for row in rows):
+    if all(row.sequence.plan.deferred is None for row in rows):
         return None
     candidates = np.zeros(int(query_start[-1]), np.bool_)
     budget = np.zeros(len(rows), np.int32)
     strategies: list[str | None] = [None] * len(rows)
     for r, row in enumerate(rows):
         mine, most = row.sequence.candidates(row.count)
-        screen = row.sequence.plan.screen
-        if mine is not None and screen is not None:
+        deferred = row.sequence.plan.deferred
+        if mine is not None and deferred is not None:
             candidates[query_start[r] : query_start[r] + len(mine)] = mine
-            budget[r], strategies[r] = most, screen.strategy
+            budget[r], strategies[r] = most, deferred.strategy
     if not candidates.any():
         return None
-    return Screening(candidates, budget, tuple(strategies), np.zeros_like(candidates))
+    return RecomputeRequest(candidates, budget, tuple(strategies), np.zeros_like(candidates))
 
 
 def _logits(rows: Rows[Row], query_start: IntArray) -> tuple[LongArray, list[RowLogits]]:

@@ -29,7 +29,7 @@ class RowOutput:
     token: int | None = None
     logprob: TokenLogprob | None = None
     chosen: LongArray | None = None
-    """With a screen: the positions that it chose to compute again."""
+    """Positions that the forward pass chose to compute again."""
     error: Exception | None = None
     computed: bool = True
     """False: `error` is the forward pass's, and no KV is there."""
@@ -40,37 +40,37 @@ class RowOutput:
 def row_outputs(
     logits: torch.Tensor, wanted: Rows[RowLogits], states: Mapping[Sequence, SamplingState]
 ) -> list[RowOutput]:
-    """Outcomes by row; `logits` may be overwritten. An exception concerns the whole batch."""
-    outcomes = [RowOutput() for _ in wanted]
-    for part, outcome in zip(wanted, outcomes, strict=True):
+    """Outputs by row; `logits` may be overwritten. An exception concerns the whole batch."""
+    outputs = [RowOutput() for _ in wanted]
+    for part, output in zip(wanted, outputs, strict=True):
         if len(part.scored):
-            _score(logits, part, outcome)
+            _score(logits, part, output)
     sampled = [part for part in wanted if part.sampled is not None]
     if not sampled:
-        return outcomes
+        return outputs
     at = [part.sampled for part in sampled]
     if len(at) < len(logits):
         logits = logits[at]
     result = sample(logits, [states[part.row.sequence] for part in sampled])
     chosen = iter(range(len(sampled)))
-    for part, outcome in zip(wanted, outcomes, strict=True):
+    for part, output in zip(wanted, outputs, strict=True):
         if part.sampled is not None:
             row = next(chosen)
-            outcome.token = result.token_ids[row]
-            outcome.logprob = result.logprobs[row]
-            outcome.error = outcome.error or result.errors.get(row)
-    return outcomes
+            output.token = result.token_ids[row]
+            output.logprob = result.logprobs[row]
+            output.error = output.error or result.errors.get(row)
+    return outputs
 
 
-def _score(logits: torch.Tensor, part: RowLogits, outcome: RowOutput) -> None:
+def _score(logits: torch.Tensor, part: RowLogits, output: RowOutput) -> None:
     sequence = part.row.sequence
     count = sequence.group.request.sampling.prompt_logprobs or 0
     following = sequence.tokens[part.scored + 1].tolist()
     rows = logits[part.first : part.first + len(following)]
     try:
-        outcome.scores = prompt_logprobs(rows, following, count)
+        output.scores = prompt_logprobs(rows, following, count)
     except Exception as error:
-        outcome.error = error
+        output.error = error
 
 
 logger = logging.getLogger("kvweave.engine")
@@ -86,17 +86,16 @@ class BatchExecutor:
     def run(
         self, rows: Rows[Row], states: Mapping[Sequence, SamplingState], told: str = ""
     ) -> Iterator[tuple[Row, RowOutput]]:
-        """Every row with its outcome, in order; each has to be dealt with before the next is asked
-        for, since a later group is packed only then. `told`: the error that the log explains
-        already."""
+        """Yield every row with its output, in order. Handle each before taking the next: a later
+        group is packed only then. `told` is the error that the log already explains."""
         failure: Exception | None = None
-        outcomes: list[RowOutput] = []
+        outputs: list[RowOutput] = []
         try:
-            outcomes = self._together(rows, states)
+            outputs = self._together(rows, states)
         except Exception as error:
             failure = error
         if failure is None:
-            yield from zip(rows, outcomes, strict=True)
+            yield from zip(rows, outputs, strict=True)
             return
         if len(rows) == 1:
             yield rows[0], RowOutput(error=failure, computed=False, logged=repr(failure) == told)
@@ -139,11 +138,11 @@ class BatchExecutor:
     ) -> list[RowOutput]:
         batch, wanted = self._batch_builder.pack(rows)
         logits = self._components.runner.forward(batch)
-        outcomes = row_outputs(logits, wanted, states)
-        if batch.screening is not None:
-            for row, outcome in enumerate(outcomes):
-                outcome.chosen = batch.chosen(row)
-        return outcomes
+        outputs = row_outputs(logits, wanted, states)
+        if batch.recompute is not None:
+            for row, output in enumerate(outputs):
+                output.chosen = batch.chosen(row)
+        return outputs
 
 
 def _one_token(page: np.ndarray, page_size: int) -> ForwardBatch:

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from kvweave.engine.attention.base import AttentionBackend, AttentionBatch, LayerCall
-from kvweave.engine.execution.batch import ForwardBatch, Screening
+from kvweave.engine.execution.batch import ForwardBatch, RecomputeRequest
 from kvweave.engine.execution.selective_recompute import (
-    AskedFor,
-    Screener,
+    QuestionAttention,
+    RecomputeSelector,
     TokenPruning,
-    asking_rows,
+    question_rows,
 )
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import hooks
@@ -30,38 +30,38 @@ class ModelRunner:
         self.backend = backend
         self._calls: dict[int, LayerCall] = {}
         self._attention: AttentionBatch
-        self._asked: AskedFor | None = None
-        self._narrowing: TokenPruning | None = None
+        self._question: QuestionAttention | None = None
+        self._pruning: TokenPruning | None = None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute the tokens, keep their KV; logits float32 (len(logits_at), vocabulary)."""
         with torch.inference_mode(), hooks.attention(self._attend):
-            if batch.screening is None:
+            if batch.recompute is None:
                 return self._run(batch)
-            return self._run_screened(batch, batch.screening)
+            return self._run_selecting(batch, batch.recompute)
 
-    def _run_screened(self, batch: ForwardBatch, screening: Screening) -> torch.Tensor:
-        """Find out first, where that is wanted, what is asked for; then choose on the way."""
-        rows = asking_rows(batch, screening)
+    def _run_selecting(self, batch: ForwardBatch, recompute: RecomputeRequest) -> torch.Tensor:
+        """Measure the attention of the question first where a strategy needs it, then select."""
+        rows = question_rows(batch, recompute)
         if rows:
-            self._asked = AskedFor(batch, screening, rows, self.kv)
+            self._question = QuestionAttention(batch, recompute, rows, self.kv)
         try:
-            if self._asked is not None:
-                self._run(self._asked.batch)
-            screener = Screener(batch, screening, self._asked, len(self.kv.layouts))
+            if self._question is not None:
+                self._run(self._question.batch)
+            selector = RecomputeSelector(batch, recompute, self._question, len(self.kv.layouts))
         finally:
-            self._asked = None
-        return self._run(batch, screener)
+            self._question = None
+        return self._run(batch, selector)
 
-    def _run(self, batch: ForwardBatch, screener: Screener | None = None) -> torch.Tensor:
-        if screener is not None and len(screener.kept) < batch.tokens:
-            batch = batch.only(screener.kept.numpy())
+    def _run(self, batch: ForwardBatch, selector: RecomputeSelector | None = None) -> torch.Tensor:
+        if selector is not None and len(selector.kept) < batch.tokens:
+            batch = batch.only(selector.kept.numpy())
         self._begin(self._on_device(batch))
         logits_at = self._tensor(batch.logits_at)
-        if screener is not None and screener.stops:
-            self._narrowing = TokenPruning(screener, self._attention, logits_at, self._begin)
+        if selector is not None and selector.stops:
+            self._pruning = TokenPruning(selector, self._attention, logits_at, self._begin)
         try:
-            with hooks.narrowing(self._narrowing):
+            with hooks.token_pruning(self._pruning):
                 output = self.loaded.model(
                     input_ids=self._tensor(batch.token_ids)[None],
                     position_ids=self._attention.positions[None],
@@ -69,7 +69,7 @@ class ModelRunner:
                     logits_to_keep=logits_at,
                 )
         finally:
-            self._narrowing = None
+            self._pruning = None
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
@@ -113,12 +113,12 @@ class ModelRunner:
             call = LayerCall(layer, scale, self.kv.layouts[layer].window, softcap)
             self._calls[layer] = call
         fresh, slots = (key[0].transpose(0, 1), value[0].transpose(0, 1)), self._attention.slots
-        if self._narrowing is not None:
-            self._narrowing.observe(layer, *fresh, slots, self.kv)
+        if self._pruning is not None:
+            self._pruning.observe(layer, *fresh, slots, self.kv)
         self.kv.write(layer, slots, *fresh)
         # Models compute rotated queries in the memory order (tokens, heads, dim): no copy here.
         queries = query[0].transpose(0, 1).contiguous()
-        if self._asked is not None:
-            self._asked.see(queries, self.kv, call)
+        if self._question is not None:
+            self._question.see(queries, self.kv, call)
         output = self.backend.attend(queries, self.kv, call)
         return output[None], None

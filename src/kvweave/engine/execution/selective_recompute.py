@@ -9,70 +9,70 @@ import numpy as np
 import torch
 
 from kvweave.engine.attention.base import AttentionBatch, LayerCall
-from kvweave.engine.execution.batch import ForwardBatch, LongArray, Screening
+from kvweave.engine.execution.batch import ForwardBatch, LongArray, RecomputeRequest
 from kvweave.fuzzy.donors import slots_of
 from kvweave.fuzzy.recompute import STRATEGIES
 from kvweave.kv.tensors import KVTensors
 
 
 class TokenPruning:
-    """Follows a screener's choice: whatever holds one row per token holds fewer of them.
+    """Follows a selector's choice: whatever holds one row per token holds fewer of them.
 
-    attention, logits_at: of the pass as it begins, over the tokens that the screener keeps then.
+    attention, logits_at: of the pass as it begins, over the tokens that the selector keeps then.
     `logits_at` is changed in place, since the model has been given it; `begin` is told of every
     new attention batch.
     """
 
     def __init__(
         self,
-        screener: Screener,
+        selector: RecomputeSelector,
         attention: AttentionBatch,
         logits_at: torch.Tensor,
         begin: Callable[[AttentionBatch], None],
     ) -> None:
-        self._screener = screener
+        self._selector = selector
         self._full = attention
         self._begin = begin
         self._logits_at = logits_at
         self._wanted = logits_at.clone()
-        self._first = self._kept = screener.kept
+        self._first = self._kept = selector.kept
         self._before = len(self._kept)
         self._due = False
         self._from_full = self._from_last = torch.empty(0, dtype=torch.int64)
-        self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pruned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Results by the identity of what was given: every layer is given the same positions."""
 
     def observe(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, kv: KVTensors
     ) -> None:
-        """See Screener.observe. What it decides holds from the next layer on."""
-        self._due = self._screener.observe(layer, key, value, slots, kv) or self._due
+        """See RecomputeSelector.observe. What it decides holds from the next layer on."""
+        self._due = self._selector.observe(layer, key, value, slots, kv) or self._due
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """An argument of a decoder layer: (1, tokens, ...) if it holds something per token."""
         if self._due:
-            self._narrow()
+            self._prune()
         now = len(self._kept)
         if tensor.dim() < 2 or len(self._first) == now or tensor.shape[0] != 1:
             return tensor
         if tensor.shape[1] == self._full.tokens:
-            known = self._narrowed.get(id(tensor))
+            known = self._pruned.get(id(tensor))
             if known is None:
                 known = (tensor, tensor.index_select(1, self._from_full))
-                self._narrowed[id(tensor)] = known
+                self._pruned[id(tensor)] = known
             return known[1]
         if tensor.shape[1] == self._before and self._before != now:
             return tensor.index_select(1, self._from_last)
         return tensor
 
-    def _narrow(self) -> None:
+    def _prune(self) -> None:
         device = self._full.positions.device
-        last, kept = self._kept, self._screener.kept
+        last, kept = self._kept, self._selector.kept
         from_full = torch.searchsorted(self._first, kept)
         self._from_full = from_full.to(device)
         self._from_last = torch.searchsorted(last, kept).to(device)
         self._before, self._kept, self._due = len(last), kept, False
-        self._narrowed.clear()
+        self._pruned.clear()
         self._logits_at.copy_(torch.searchsorted(self._from_full, self._wanted))
         full = self._full
         self._begin(
@@ -95,14 +95,14 @@ _READING = (0.5, 5 / 6)
 _TINY = 1e-30
 
 
-class AskedFor:
+class QuestionAttention:
     """How much attention the ends of `rows` pay to what was moved, all of it taken as it is.
 
     `batch` holds what has to be computed to find out: all tokens of those rows but candidates.
     """
 
     def __init__(
-        self, batch: ForwardBatch, screening: Screening, rows: list[int], kv: KVTensors
+        self, batch: ForwardBatch, recompute: RecomputeRequest, rows: list[int], kv: KVTensors
     ) -> None:
         layers = len(kv.layouts)
         self.rows = rows
@@ -110,7 +110,7 @@ class AskedFor:
         fresh = np.zeros(batch.tokens, np.bool_)
         for row in rows:
             own = slice(*batch.query_start[row : row + 2])
-            fresh[own] = ~screening.candidates[own]
+            fresh[own] = ~recompute.candidates[own]
         self.batch = batch.only(np.flatnonzero(fresh))
         self._seen = [_Seen.of(self.batch, row, kv.device) for row in rows]
 
@@ -166,23 +166,27 @@ class _Seen:
         self.mass += scores.softmax(-1).mean((0, 1))
 
 
-class Screener:
+class RecomputeSelector:
     """Chooses in one forward pass. Indices of tokens are those of `batch`."""
 
     def __init__(
-        self, batch: ForwardBatch, screening: Screening, asked: AskedFor | None, layers: int
+        self,
+        batch: ForwardBatch,
+        recompute: RecomputeRequest,
+        question: QuestionAttention | None,
+        layers: int,
     ) -> None:
         self._rows = [
-            _Row.of(batch, screening, row, asked, layers)
-            for row, strategy in enumerate(screening.strategies)
+            _Row.of(batch, recompute, row, question, layers)
+            for row, strategy in enumerate(recompute.strategies)
             if strategy is not None
         ]
-        self._fixed = ~screening.candidates
-        for row in () if asked is None else asked.rows:
-            # What stands before all that was moved is exact since it was computed for `asked`.
+        self._fixed = ~recompute.candidates
+        for row in () if question is None else question.rows:
+            # What stands before all that was moved is exact since it was computed for `question`.
             begin, end = batch.query_start[row : row + 2]
-            self._fixed[begin : begin + np.argmax(screening.candidates[begin:end])] = False
-        self._chosen = screening.chosen
+            self._fixed[begin : begin + np.argmax(recompute.candidates[begin:end])] = False
+        self._chosen = recompute.chosen
         self.kept = torch.arange(batch.tokens)
         self.kept = self._alive()
         """Tokens that go on, int64, ascending."""
@@ -243,23 +247,23 @@ class _Row:
     def of(
         cls,
         batch: ForwardBatch,
-        screening: Screening,
+        recompute: RecomputeRequest,
         row: int,
-        asked: AskedFor | None,
+        question: QuestionAttention | None,
         layers: int,
     ) -> _Row:
         begin, end = batch.query_start[row : row + 2]
-        at = begin + np.flatnonzero(screening.candidates[begin:end])
-        strategy = STRATEGIES[screening.strategies[row] or ""]
+        at = begin + np.flatnonzero(recompute.candidates[begin:end])
+        strategy = STRATEGIES[recompute.strategies[row] or ""]
         weight = torch.ones(len(at))
-        if asked is not None and row in asked.rows:
-            mass = asked.mass(row)[torch.from_numpy(batch.positions[at])]
+        if question is not None and row in question.rows:
+            mass = question.mass(row)[torch.from_numpy(batch.positions[at])]
             weight = (mass / mass.mean().clamp_min(_TINY)) ** strategy.question
         elif not strategy.stops:
             # The question stands in a later chunk: seams are the next best that is known.
             weight = 1.0 / (1.0 + torch.from_numpy(_offsets(batch.positions[at])))
         stops = strategy.stops_by_layer(layers)
-        made = cls(torch.from_numpy(at), weight, int(screening.budget[row]), len(at), stops)
+        made = cls(torch.from_numpy(at), weight, int(recompute.budget[row]), len(at), stops)
         if not stops:
             made.keep(torch.ones(len(at)), made.budget)
         return made
@@ -278,12 +282,12 @@ class _Row:
         return True
 
 
-def asking_rows(batch: ForwardBatch, screening: Screening) -> list[int]:
+def question_rows(batch: ForwardBatch, recompute: RecomputeRequest) -> list[int]:
     """Rows whose strategy wants to know what the question asks for, and whose end is here."""
     lasts = set(batch.logits_at.tolist())
     return [
         row
-        for row, strategy in enumerate(screening.strategies)
+        for row, strategy in enumerate(recompute.strategies)
         if strategy is not None
         and STRATEGIES[strategy].question
         and int(batch.query_start[row + 1]) - 1 in lasts

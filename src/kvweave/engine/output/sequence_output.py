@@ -185,7 +185,7 @@ class SequenceOutput:
             matched_stop=self._matched,
             error=error,
             plan=sequence.plan.spans if news else (),
-            refreshed=runs_of(np.sort(np.concatenate(sequence.refreshed))) if news else (),
+            refreshed=runs_of(np.sort(np.concatenate(sequence.recomputed))) if news else (),
         )
 
 

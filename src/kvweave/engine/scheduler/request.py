@@ -78,7 +78,7 @@ class Sequence:
         "limit",
         "offered",
         "prompt_length",
-        "refreshed",
+        "recomputed",
         "scored",
         "stalled",
         "status",
@@ -102,8 +102,8 @@ class Sequence:
         self.done = 0
         self.offered = 0
         """Whole pages of tokens that the cache was told of, or lent."""
-        self.refreshed: list[npt.NDArray[np.integer]] = []
-        """Positions that were served and are computed all the same, ascending."""
+        self.recomputed: list[npt.NDArray[np.integer]] = []
+        """Positions inside spans that are computed all the same, ascending."""
         self.stays_exact = False
         """It was admitted as exact, and counted so: it does not come back as anything else."""
         self.scored = 0
@@ -158,14 +158,14 @@ class Sequence:
                 max_exact=self.scored if self.scores_prompt else None,
                 fuzzy=request.fuzzy and not (self.scores_prompt or self.stays_exact),
                 protected_from=protected,
-                refresh=request.fuzzy_refresh,
+                recompute=request.fuzzy_refresh,
                 semantic=request.fuzzy_semantic,
             )
         return self._view
 
     def start(self, lease: Lease) -> None:
         self.lease = lease
-        self.refreshed = [lease.plan.refresh]
+        self.recomputed = [lease.plan.recompute]
         self.done = 0
         self.offered = lease.published
         self.status = Status.RUNNING
@@ -205,20 +205,20 @@ class Sequence:
         return plan.length + beyond if beyond > 0 else plan.frontier(self.done)
 
     def candidates(self, count: int) -> tuple[BoolArray | None, int]:
-        """Which of the next `count` positions a screen may choose, and how many of them it does.
+        """Which of the next `count` positions the forward pass may select, and how many it selects.
 
-        None if there is nothing to choose. What is chosen adds up to the screen's budget over all
-        chunks, however they are cut.
+        None if there is nothing to select. Over all chunks the selections add up to the plan's
+        deferred budget.
         """
         plan = self.plan
-        if plan.candidates is None or plan.screen is None:
+        if plan.candidates is None or plan.deferred is None:
             return None, 0
         mine = plan.candidates[self.done : self.done + count]
         before = int(np.count_nonzero(plan.candidates[: self.done]))
         after = before + int(np.count_nonzero(mine))
         if before == after:
             return None, 0
-        total, budget = int(np.count_nonzero(plan.candidates)), plan.screen.budget
+        total, budget = int(np.count_nonzero(plan.candidates)), plan.deferred.budget
         return mine, after * budget // total - before * budget // total
 
     def computed(self, count: int) -> int:

@@ -1,4 +1,4 @@
-"""Tokens that fall out on the way through a model: who stays, what is written, what is said."""
+"""Selective recompute in the forward pass: which tokens are pruned, which KV is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from kvweave.config import ModelConfig
 from kvweave.engine.attention import get_backend
-from kvweave.engine.execution.batch import ForwardBatch, Screening
+from kvweave.engine.execution.batch import ForwardBatch, RecomputeRequest
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.fuzzy import recompute
 from kvweave.fuzzy.recompute import Stop, Strategy
@@ -68,7 +68,7 @@ class Lab:
         return (row + 1) * SPACE - 1 - positions
 
     def batch(
-        self, work: dict[int, np.ndarray], screening: Screening | None = None
+        self, work: dict[int, np.ndarray], recompute: RecomputeRequest | None = None
     ) -> ForwardBatch:
         at = list(work.values())
         ends = np.cumsum([len(positions) for positions in at])
@@ -83,18 +83,18 @@ class Lab:
             page_start=np.arange(len(work) + 1, dtype=np.int32) * SPACE,
             page_size=1,
             logits_at=ends - 1,
-            screening=screening,
+            recompute=recompute,
         )
 
-    def screened(self, strategy: str, budget: int) -> torch.Tensor:
+    def recomputed(self, strategy: str, budget: int) -> torch.Tensor:
         """All of row 0, its moved tokens as candidates; its logits."""
         candidates = np.zeros(LENGTH, np.bool_)
         candidates[MOVED] = True
-        screening = Screening(
+        recompute = RecomputeRequest(
             candidates, np.array([budget], np.int32), (strategy,), np.zeros_like(candidates)
         )
-        logits = self.runner.forward(self.batch({0: np.arange(LENGTH)}, screening))[0]
-        self.chosen = set(np.flatnonzero(screening.chosen).tolist())
+        logits = self.runner.forward(self.batch({0: np.arange(LENGTH)}, recompute))[0]
+        self.chosen = set(np.flatnonzero(recompute.chosen).tolist())
         return logits
 
     def written(self, layer: int) -> np.ndarray:
@@ -112,7 +112,7 @@ def close(logits: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.parametrize("strategy", ["mix", "deviation", "question", "stops", "both"])
 def test_refreshing_everything_is_the_cold_answer(loaded, strategy, backend):
     lab = Lab(loaded, backend=backend)
-    assert close(lab.screened(strategy, 40), lab.cold[0])
+    assert close(lab.recomputed(strategy, 40), lab.cold[0])
     for now, then in zip((*lab.kv.keys, *lab.kv.values), lab.truth, strict=True):
         at = lab.slots(0, np.arange(LENGTH))
         torch.testing.assert_close(now[at], then[at], atol=1e-4, rtol=1e-3)
@@ -121,7 +121,7 @@ def test_refreshing_everything_is_the_cold_answer(loaded, strategy, backend):
 @pytest.mark.parametrize("strategy", ["stops", "both"])
 def test_fewer_and_fewer_tokens_go_on_and_nothing_else_is_written(loaded, strategy):
     lab = Lab(loaded)
-    lab.screened(strategy, 6)
+    lab.recomputed(strategy, 6)
     fresh = set(np.r_[0:10, 50:60].tolist())
     written = [set(lab.written(layer).tolist()) for layer in range(LAYERS)]
     assert [len(some - fresh) for some in written] == [40, 40, 12, 12, 6, 6]
@@ -136,7 +136,7 @@ def test_those_who_deviate_most_stay(loaded):
     worst = np.array([13, 20, 21, 33, 40, 48])
     for layer in (*lab.kv.keys[:2], *lab.kv.values[:2]):
         layer[lab.slots(0, worst)] += 3.0
-    lab.screened("deviation", 6)
+    lab.recomputed("deviation", 6)
     left = set(lab.written(LAYERS - 1).tolist()) - set(np.r_[0:10, 50:60].tolist())
     assert left == set(worst.tolist()) == lab.chosen
 
@@ -147,20 +147,20 @@ def test_the_question_chooses_what_it_attends_to(loaded):
     seen = {}
 
     def attend(module, query, key, value, mask, **options):
-        if lab.runner._asked is not None:
+        if lab.runner._question is not None:
             seen.setdefault(module.layer_idx, query[0, :, -1])
         return original(module, query, key, value, mask, **options)
 
     original = lab.runner._attend
     lab.runner._attend = attend
-    lab.screened("question", 3)  # once, to learn what it asks for
+    lab.recomputed("question", 3)  # once, to learn what it asks for
     for layer, query in seen.items():
         heads = lab.kv.layouts[layer].num_kv_heads
         wanted = query.view(heads, -1, query.shape[-1]).mean(1)
         lab.kv.keys[layer].copy_(lab.spoiled[layer])
         lab.kv.keys[layer][lab.slots(0, liked)] = 50 * wanted
     lab.spoiled = [layer.clone() for layer in (*lab.kv.keys, *lab.kv.values)]
-    lab.screened("question", 3)
+    lab.recomputed("question", 3)
     left = set(lab.written(LAYERS - 1).tolist()) - set(np.r_[0:10, 50:60].tolist())
     assert left == set(liked.tolist()) == lab.chosen
     assert left == set(lab.written(0).tolist()) - set(np.r_[0:10, 50:60].tolist()), "at once"
@@ -172,7 +172,9 @@ def test_a_chunk_without_the_question_prefers_seams(loaded):
     candidates[np.r_[10:20, 25:45]] = True
     batch = lab.batch(
         {0: np.arange(45)},
-        Screening(candidates, np.array([8], np.int32), ("question",), np.zeros_like(candidates)),
+        RecomputeRequest(
+            candidates, np.array([8], np.int32), ("question",), np.zeros_like(candidates)
+        ),
     )
     lab.runner.forward(replace(batch, logits_at=np.zeros(0, np.int64)))
     left = set(lab.written(LAYERS - 1).tolist()) - set(np.r_[0:10, 20:25].tolist())
@@ -185,15 +187,15 @@ def test_others_in_the_batch_do_not_notice(loaded, strategy):
     everything = np.arange(LENGTH)
     candidates = np.zeros(2 * LENGTH + 1, np.bool_)
     candidates[1 + MOVED.start : 1 + MOVED.stop] = True
-    screening = Screening(
+    recompute = RecomputeRequest(
         candidates, np.array([0, 5, 0], np.int32), (None, strategy, None), np.zeros_like(candidates)
     )
     work = {1: everything[-1:], 0: everything, 2: everything}
-    logits = lab.runner.forward(lab.batch(work, screening))
+    logits = lab.runner.forward(lab.batch(work, recompute))
     assert close(logits[0], lab.cold[1])
     assert close(logits[2], lab.cold[2])
     alone = Lab(loaded, rows=3)
-    assert close(logits[1], alone.screened(strategy, 5))
+    assert close(logits[1], alone.recomputed(strategy, 5))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "sdpa"])
@@ -203,10 +205,12 @@ def test_a_chunk_of_which_nothing_is_to_be_computed_again(loaded, strategy, back
     lab = Lab(loaded, rows=2, backend=backend)
     inside = np.arange(20, 30)
     candidates = np.ones(10, np.bool_)
-    alone = Screening(candidates, np.array([0], np.int32), (strategy,), np.zeros(10, np.bool_))
+    alone = RecomputeRequest(
+        candidates, np.array([0], np.int32), (strategy,), np.zeros(10, np.bool_)
+    )
     lab.runner.forward(replace(lab.batch({0: inside}, alone), logits_at=np.zeros(0, np.int64)))
     assert not alone.chosen.any()
-    beside = Screening(
+    beside = RecomputeRequest(
         np.r_[candidates, [False]],
         np.array([0, 0], np.int32),
         (strategy, None),
@@ -226,13 +230,13 @@ def test_tokens_may_drop_out_of_models_of_every_kind(name, tiny):
     candidates = np.zeros(2 * LENGTH, np.bool_)
     candidates[MOVED] = True
     for budget in (7, 40):
-        screening = Screening(
+        recompute = RecomputeRequest(
             candidates,
             np.array([budget, 0], np.int32),
             ("deviation", None),
             np.zeros_like(candidates),
         )
-        logits = lab.runner.forward(lab.batch({0: everything, 1: everything}, screening))
+        logits = lab.runner.forward(lab.batch({0: everything, 1: everything}, recompute))
         assert close(logits[1], lab.cold[1])
     assert close(logits[0], lab.cold[0]), "all of them were computed"
 

@@ -1,4 +1,4 @@
-"""What is chosen for refreshing before anything is computed."""
+"""What is chosen for recomputing before anything is computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvweave.errors import IntegrityError
 from kvweave.fuzzy.recompute import STRATEGIES, choose
-from kvweave.prefix.plan import Plan, Screen, Span, Tier
+from kvweave.prefix.plan import DeferredRecompute, Plan, Span, Tier
 
 EDITED = (
     Span(10, 100, "1", 20),
@@ -31,24 +31,24 @@ def some_spans(draw: st.DrawFn) -> tuple[Span, ...]:
 
 @given(some_spans(), st.floats(0, 1), st.sampled_from(sorted(STRATEGIES)))
 def test_the_budget_is_kept_to_the_token(spans, share, strategy):
-    refresh, screen = choose(spans, share, strategy)
+    recompute, deferred = choose(spans, share, strategy)
     budget = round(share * sum(span.length for span in spans))
-    assert len(refresh) + (screen.budget if screen else 0) == budget
-    assert np.all(np.diff(refresh) > 0)
+    assert len(recompute) + (deferred.budget if deferred else 0) == budget
+    assert np.all(np.diff(recompute) > 0)
     inside = {at for span in spans for at in range(span.start, span.end)}
-    assert set(refresh.tolist()) <= inside
-    plan = Plan(spans[-1].end + 1, 0, spans, refresh, screen)
+    assert set(recompute.tolist()) <= inside
+    plan = Plan(spans[-1].end + 1, 0, spans, recompute, deferred)
     assert plan.recomputed == budget
     assert plan.served == len(inside) - budget
 
 
 @given(some_spans(), st.floats(0, 1))
 def test_seams_get_equal_heads_as_far_as_spans_reach(spans, share):
-    refresh, screen = choose(spans, share, "seams")
-    assert screen is None
-    heads = [int(np.sum((refresh >= s.start) & (refresh < s.end))) for s in spans]
+    recompute, deferred = choose(spans, share, "seams")
+    assert deferred is None
+    heads = [int(np.sum((recompute >= s.start) & (recompute < s.end))) for s in spans]
     for span, head in zip(spans, heads, strict=True):
-        assert np.isin(np.arange(span.start, span.start + head), refresh).all(), "not its head"
+        assert np.isin(np.arange(span.start, span.start + head), recompute).all(), "not its head"
     # Whoever is below the others is used up, or was given more only for standing behind an edit.
     lowest = min((h for h, s in zip(heads, spans, strict=True) if h < s.length), default=None)
     if lowest is not None:
@@ -57,16 +57,16 @@ def test_seams_get_equal_heads_as_far_as_spans_reach(spans, share):
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_whatever_the_strategy_what_follows_an_edit_comes_first(strategy):
-    refresh, screen = choose(EDITED, 4 / 440, strategy)
-    assert refresh.tolist() == [115, 116, 117, 118]
-    assert screen is None
-    refresh, screen = choose(EDITED, 0.1, strategy)
-    assert set(range(115, 123)) <= set(refresh.tolist())
+    recompute, deferred = choose(EDITED, 4 / 440, strategy)
+    assert recompute.tolist() == [115, 116, 117, 118]
+    assert deferred is None
+    recompute, deferred = choose(EDITED, 0.1, strategy)
+    assert set(range(115, 123)) <= set(recompute.tolist())
 
 
 def test_other_text_between_two_spans_is_no_edit():
-    refresh, screen = choose((EDITED[0], EDITED[2]), 0.01, "mix")
-    assert (len(refresh), screen) == (0, Screen("mix", 4))
+    recompute, deferred = choose((EDITED[0], EDITED[2]), 0.01, "mix")
+    assert (len(recompute), deferred) == (0, DeferredRecompute("mix", 4))
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
@@ -74,8 +74,8 @@ def test_other_words_are_served_whole(strategy):
     """Half of a sentence in its own words and half in another's may say what neither says."""
     words = Span(112, 6, "1", 120, Tier.PARAPHRASE)
     spans = (EDITED[0], words, Span(118, 40, "1", 126), EDITED[2])
-    refresh, screen = choose(spans, 0.5, strategy)
-    plan = Plan(600, 0, spans, refresh, screen)
+    recompute, deferred = choose(spans, 0.5, strategy)
+    plan = Plan(600, 0, spans, recompute, deferred)
     assert not np.isin(np.arange(words.start, words.end), plan.compute).any()
     assert plan.recomputed == plan.served_by(Tier.MOVED) == 220
     assert plan.served_by(Tier.PARAPHRASE) == 6
@@ -87,15 +87,15 @@ def test_other_words_are_served_whole(strategy):
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_nothing_and_everything(strategy):
-    refresh, screen = choose(EDITED, 0.0, strategy)
-    assert (len(refresh), screen) == (0, None)
-    refresh, screen = choose(EDITED, 1.0, strategy)
-    plan = Plan(600, 0, EDITED, refresh, screen)
+    recompute, deferred = choose(EDITED, 0.0, strategy)
+    assert (len(recompute), deferred) == (0, None)
+    recompute, deferred = choose(EDITED, 1.0, strategy)
+    plan = Plan(600, 0, EDITED, recompute, deferred)
     assert (plan.served, plan.recomputed) == (0, 440)
 
 
 def test_a_screened_plan_looks_at_everything_behind_the_exact_prefix():
-    plan = Plan(600, 8, EDITED, np.array([115, 116], np.int32), Screen("mix", 30))
+    plan = Plan(600, 8, EDITED, np.array([115, 116], np.int32), DeferredRecompute("mix", 30))
     assert plan.compute.tolist() == list(range(8, 600))
     assert plan.candidates is not None
     served = np.zeros(600, np.bool_)
@@ -109,7 +109,7 @@ def test_a_screened_plan_looks_at_everything_behind_the_exact_prefix():
 @pytest.mark.parametrize("budget", [0, -1, 441])
 def test_a_screen_that_cannot_be_met_is_refused(budget):
     with pytest.raises(IntegrityError):
-        Plan(600, 0, EDITED, screen=Screen("mix", budget))
+        Plan(600, 0, EDITED, deferred=DeferredRecompute("mix", budget))
 
 
 def test_a_depth_is_a_layer_of_any_model_and_never_the_first():
