@@ -61,7 +61,7 @@ class _Desk:
     """An engine that has read what customers asked; each pair and order is a customer."""
 
     def __init__(self, loaded: LoadedModel, config: FuzzyConfig) -> None:
-        fuzzy = replace(config, fuzzy_provider="semantic", fuzzy_semantic_budget_ms=1e3 * _PATIENCE)
+        fuzzy = replace(config, provider="semantic", semantic_budget_ms=1e3 * _PATIENCE)
         pool = PagePool(_POOL_TOKENS // _PAGE, _PAGE)
         options = CacheOptions(fuzzy=fuzzy, decode=decoder(loaded.tokenizer))
         self._cache = FuzzyCache(pool, options, _Unmoved())

@@ -271,7 +271,7 @@ def main() -> None:
     config = EngineConfig(
         model=ModelConfig(model=given.model, device="cpu"),
         cache=CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=_POOL_TOKENS),
-        fuzzy=FuzzyConfig(fuzzy_self_check="off"),  # what is reused counts here, not what is said
+        fuzzy=FuzzyConfig(self_check="off"),  # what is reused counts here, not what is said
     )
     runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in given.arms}
     for seed in given.seeds:

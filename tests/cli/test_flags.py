@@ -8,7 +8,7 @@ import typer
 
 from kvweave.cli.flags import PASS_UNKNOWN, takes_settings
 from kvweave.config import EngineConfig, ServerConfig
-from kvweave.config.checks import flag_name
+from kvweave.config.base import flag_name, leaves_of
 from kvweave.errors import ConfigError
 
 
@@ -26,9 +26,9 @@ def test_without_flags_the_defaults_are_those_of_the_dataclasses(command, seen):
 def test_every_field_is_a_flag_with_its_help(command, capsys):
     run(command, "--help")
     shown = " ".join(capsys.readouterr().out.split())
-    for group in (*(type(item.default) for item in fields(EngineConfig)), ServerConfig):
+    for group in (*leaves_of(EngineConfig), ServerConfig):
         for item in fields(group):
-            assert flag_name(item.name) in shown
+            assert flag_name(group, item.name) in shown
             assert item.metadata["help"] in shown
 
 

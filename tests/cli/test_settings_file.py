@@ -1,12 +1,13 @@
 """--config: every setting by its flag's name, below flags and environment, all faults at once."""
 
 import json
-from dataclasses import asdict
+from dataclasses import fields
 
 import pytest
 from test_flags import run
 
 from kvweave.config import EngineConfig, ServerConfig
+from kvweave.config.base import values_of
 from kvweave.errors import ConfigError
 
 
@@ -31,15 +32,15 @@ def test_a_file_sets_what_neither_flags_nor_environment_do(command, seen, filed,
     assert (server.port, server.host, server.log_requests) == (2, "::1", True)
     assert (engine.cache.page_size, engine.cache.mem_fraction_static) == (16, 0.25)
     assert (engine.model.served_model_name, engine.model.revision) == ("1e3", None)
-    assert engine.fuzzy.fuzzy_self_check == "on", "YAML takes on for true"
+    assert engine.fuzzy.self_check == "on", "YAML takes on for true"
     monkeypatch.setenv("KVWEAVE_CONFIG", filed("log-requests: true"))
     run(command, "--no-log-requests")
     assert seen["server"] == ServerConfig(port=2)
 
 
 def test_json_with_every_setting_is_read_back(command, seen, filed):
-    groups = [*asdict(EngineConfig()).values(), asdict(ServerConfig())]
-    everything = {name: value for group in groups for name, value in group.items()}
+    engine = EngineConfig()
+    everything = values_of(*(getattr(engine, each.name) for each in fields(engine)), ServerConfig())
     run(command, "--config", filed(json.dumps(everything, indent=1)))
     assert seen == {"engine": EngineConfig(), "server": ServerConfig()}
 

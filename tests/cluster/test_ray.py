@@ -38,7 +38,7 @@ def config(tiny_folder) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(tiny_folder("llama")), device="cpu"),
         cache=CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=8192),
-        fuzzy=FuzzyConfig(fuzzy_self_check="off"),  # a random model would not pass
+        fuzzy=FuzzyConfig(self_check="off"),  # a random model would not pass
         scheduler=SchedulerConfig(max_running_requests=16),
     )
 

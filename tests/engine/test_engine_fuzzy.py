@@ -17,12 +17,12 @@ from kvweave.prefix.contract import CacheOptions
 from support.enginekit import World, make_world, oracle_answer, prompt, request
 
 SMALL = FuzzyConfig(
-    fuzzy_stride=4,
-    fuzzy_min_span=8,
-    fuzzy_min_suffix=2,
-    fuzzy_sink_tokens=2,
-    fuzzy_min_reuse_ratio=0.0,
-    fuzzy_time_budget_ms=10_000.0,
+    stride=4,
+    min_span=8,
+    min_suffix=2,
+    sink_tokens=2,
+    min_reuse_ratio=0.0,
+    time_budget_ms=10_000.0,
 )
 DOCUMENT = prompt(120, 1)
 
@@ -35,7 +35,7 @@ def fuzzy_world(page_size: int = 4, **options) -> World:
 
 
 def fuzzy_world_recomputing(share: float, strategy: str = "mix", **options) -> World:
-    config = replace(SMALL, fuzzy_refresh=share, fuzzy_refresh_strategy=strategy)
+    config = replace(SMALL, refresh=share, refresh_strategy=strategy)
 
     def make_cache(pool: PagePool, given: CacheOptions, mover) -> FuzzyCache:
         return FuzzyCache(pool, replace(given, fuzzy=config), mover)

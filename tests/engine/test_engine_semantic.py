@@ -32,9 +32,9 @@ QUESTION = "Whom does the office hand questions about illness over to?\n"
 DONOR = "When do people buy the ticket before the autumn term starts?"
 SAME = "When do people purchase the ticket before the autumn term begins?"
 CONFIG = FuzzyConfig(
-    fuzzy_provider="semantic",
-    fuzzy_semantic_embedder="use",
-    fuzzy_semantic_budget_ms=30_000.0,
+    provider="semantic",
+    semantic_embedder="use",
+    semantic_budget_ms=30_000.0,
 )
 
 
@@ -158,7 +158,7 @@ def test_what_is_served_is_the_donors_kv_at_the_recipients_place(
 
 
 def test_nobody_gets_other_words_who_did_not_ask(packaged: LoadedModel) -> None:
-    office = Office(packaged, dataclasses.replace(CONFIG, fuzzy_provider="spans"))
+    office = Office(packaged, dataclasses.replace(CONFIG, provider="spans"))
     office.teach(DONOR)
     answer = office.ask(SAME)
     assert paraphrased(answer) == 0

@@ -26,9 +26,9 @@ pytestmark = [
     ),
 ]
 CONFIG = FuzzyConfig(
-    fuzzy_provider="semblend",
-    fuzzy_time_budget_ms=60_000.0,
-    fuzzy_semantic_max_share=1.0,
+    provider="semblend",
+    time_budget_ms=60_000.0,
+    semantic_max_share=1.0,
 )
 QUESTION = "\nQuestion: What is the text about?\nAnswer:"
 DOCUMENT = (

@@ -123,7 +123,7 @@ def faulty_world(backend: str, page_size: int) -> World:
         pool_tokens=512,
         chunked_prefill_size=96,
         events=Sink(),
-        fuzzy=dataclasses.replace(SMALL, fuzzy_heal=True),
+        fuzzy=dataclasses.replace(SMALL, heal=True),
     )
 
 

@@ -25,7 +25,7 @@ PROMPTS = {
     "late": DOCUMENT[:60] + RNG.integers(0, VOCABULARY - 5, 20).tolist(),
 }
 TOKENS = 6
-FUZZY = FuzzyConfig(fuzzy_refresh=0.3, fuzzy_time_budget_ms=10_000.0)
+FUZZY = FuzzyConfig(refresh=0.3, time_budget_ms=10_000.0)
 
 
 def asked(rid: str, fuzzy: bool = False) -> GenerateRequest:

@@ -19,11 +19,11 @@ from kvweave.errors import RequestError
 from kvweave.models import LoadedModel
 from support.enginekit import World, make_world, oracle_answer, prompt, request
 
-HEALING = replace(SMALL, fuzzy_heal=True)
+HEALING = replace(SMALL, heal=True)
 
 
 def healing_world(page_size: int = 4, *, most: int = 256, **options) -> World:
-    fuzzy = replace(HEALING, fuzzy_heal_queue=most)
+    fuzzy = replace(HEALING, heal_queue=most)
     return make_world("fuzzy_match", page_size=page_size, fuzzy=fuzzy, **options)
 
 

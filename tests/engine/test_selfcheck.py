@@ -125,10 +125,10 @@ def test_near_duplicates_differ_in_the_fact_and_everything_moves(model: LoadedMo
     ("measured", "limits", "words"),
     [
         ([GOOD] * 6, {}, None),
-        ([GOOD] * 6, {"fuzzy_self_check_max_kl": 0.005}, "0.010 nats (KL, the mean of 6 prompts"),
+        ([GOOD] * 6, {"self_check_max_kl": 0.005}, "0.010 nats (KL, the mean of 6 prompts"),
         ([replace(GOOD, kl=float("nan"))] * 6, {}, "nan nats"),
         ([GOOD] * 6 + [MISLED], {}, "1 of 1 answers gave the fact of another"),
-        ([GOOD] * 6 + [MISLED], {"fuzzy_self_check_max_decoys": 1}, None),
+        ([GOOD] * 6 + [MISLED], {"self_check_max_decoys": 1}, None),
         ([GOOD] * 6 + [replace(MISLED, cold="neither")], {}, None),
         ([GOOD] * 5 + [replace(GOOD, moved=0)], {}, "only 5 of 6 prompts"),
         ([], {}, "only 0 of 0 prompts"),
@@ -184,14 +184,14 @@ def test_whoever_requires_it_is_told_before_the_start(
 ) -> None:
     measuring += [[MISLED] * 6]
     with pytest.raises(UnsupportedModelError, match="6 of 6 answers"):
-        guarded(config_of(fuzzy_self_check="require"), model)
+        guarded(config_of(self_check="require"), model)
 
 
 def test_nothing_is_measured_where_nothing_is_approximate_or_nobody_asks(
     model: LoadedModel, measuring: list[list[Measured]]
 ) -> None:
     exact = EngineConfig(cache=CacheConfig(prefix_cache_backend="radix"))
-    for config in (exact, config_of(fuzzy_self_check="off")):
+    for config in (exact, config_of(self_check="off")):
         assert guarded(config, model) == (config, None)
 
 
@@ -214,8 +214,8 @@ def test_the_second_start_measures_nothing(
     first = check_model(config_of(), model)
     assert check_model(config_of(), model) == first
     # Thresholds judge; they do not change what was measured.
-    assert not check_model(config_of(fuzzy_self_check_max_kl=0.001), model).passed
-    assert check_model(config_of(fuzzy_time_budget_ms=10.0), model) == first
+    assert not check_model(config_of(self_check_max_kl=0.001), model).passed
+    assert check_model(config_of(time_budget_ms=10.0), model) == first
     measuring += [[replace(GOOD, kl=2.0)] * 6]
     assert not check_model(config_of(), model, afresh=True).passed
     assert not check_model(config_of(), model).passed
@@ -233,7 +233,7 @@ def test_what_could_change_the_answers_is_measured_anew(
     config = config_of()
     check_model(config, model)
     if changed == "settings":
-        config = config_of(fuzzy_sink_tokens=9)
+        config = config_of(sink_tokens=9)
     elif changed == "model":
         model = replace(model, identity="another")
     elif changed == "version":

@@ -52,7 +52,7 @@ def test_a_producer_that_is_approximate_promises_its_exact_part_only(world: Worl
 def test_nobody_waits_for_little(world: World) -> None:
     document = text(1, 160)
     world.start(text(2, 7) + document)
-    short = 4 * SMALL.fuzzy_min_span
+    short = 4 * SMALL.min_span
     assert (
         world.cache.pending_prefix(world.view(text(3, 5) + document[: short - 1] + text(4, 5)), 0)
         == 0

@@ -85,7 +85,7 @@ def test_donors_first_tokens_stay_at_the_front(world: World) -> None:
     document = text(1, 96)
     world.serve(document + text(2, 32))
     running = world.start(text(3, 20) + document + text(4, 9))
-    assert spans(running) == [(20 + SMALL.fuzzy_sink_tokens, 116, SMALL.fuzzy_sink_tokens)]
+    assert spans(running) == [(20 + SMALL.sink_tokens, 116, SMALL.sink_tokens)]
 
 
 # What is approximate never spreads.
@@ -147,7 +147,7 @@ def test_exactness_can_be_demanded(world: World) -> None:
     prompt = text(4, 11) + document + text(5, 9)
     assert world.start(prompt, fuzzy=False).lease.plan.spans == ()
     assert world.start(prompt, max_exact=0).lease.plan.spans == ()
-    exact = World(512, 4, replace(SMALL, fuzzy_max_share=0.0))
+    exact = World(512, 4, replace(SMALL, max_share=0.0))
     exact.serve(text(2, 7) + document + text(3, 20))
     assert exact.start(prompt).lease.plan.spans == ()
     assert exact.cache.stats().provider["asked"] == 0

@@ -175,7 +175,7 @@ def world_with(
     monkeypatch.setattr(
         "kvweave.fuzzy.backend.create_provider", lambda name, *arguments: provider(*arguments)
     )
-    world = World(config=replace(SMALL, fuzzy_provider="theirs", fuzzy_time_budget_ms=budget_ms))
+    world = World(config=replace(SMALL, provider="theirs", time_budget_ms=budget_ms))
     world.check = lambda: world.cache.check([one.lease for one in world.live])  # type: ignore[method-assign]
     return world
 

@@ -30,12 +30,12 @@ class Store:
         self.tree = RadixTree(page_size)
         self.donors = DonorTree(self.tree, num_pages)
         self.config = FuzzyConfig(
-            fuzzy_stride=stride,
-            fuzzy_min_span=2 * stride,
-            fuzzy_sink_tokens=0,
-            fuzzy_min_suffix=1,
-            fuzzy_min_reuse_ratio=0,
-            fuzzy_time_budget_ms=budget_ms,
+            stride=stride,
+            min_span=2 * stride,
+            sink_tokens=0,
+            min_suffix=1,
+            min_reuse_ratio=0,
+            time_budget_ms=budget_ms,
         )
         self.index = SpanIndex(self.donors, self.config)
         self.donors.listener = self.index
@@ -124,7 +124,7 @@ def test_prompts_glued_from_pieces_are_served_as_far_as_an_exhaustive_search_say
     pieces = plan_spans(runs, len(prompt), 0, store.config)
     served = sum(piece.length for piece in pieces)
     arrays = [np.array(donor, np.int32) for donor in donors]
-    possible = shared_positions(np.array(prompt, np.int32), arrays, store.config.fuzzy_min_span)
+    possible = shared_positions(np.array(prompt, np.int32), arrays, store.config.min_span)
     assert served >= 0.97 * possible.sum()
     assert store.looks < 6 * len(pieces) + 20
 

@@ -11,7 +11,7 @@ from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate
 from support.fuzzy_world import SMALL
 
-FREE = replace(SMALL, fuzzy_sink_tokens=0, fuzzy_min_suffix=1)
+FREE = replace(SMALL, sink_tokens=0, min_suffix=1)
 
 
 def run(start: int, end: int, donor_start: int = 1000, page: int = 0) -> Candidate:
@@ -43,8 +43,8 @@ RUNS = st.lists(
 def test_pieces_keep_every_rule_and_cover_nearly_all(
     runs: list[Candidate], exact: int, sinks: int, suffix: int, most: float
 ) -> None:
-    config = replace(SMALL, fuzzy_sink_tokens=sinks, fuzzy_min_suffix=suffix, fuzzy_max_share=most)
-    length, shortest = 80, config.fuzzy_min_span
+    config = replace(SMALL, sink_tokens=sinks, min_suffix=suffix, max_share=most)
+    length, shortest = 80, config.min_span
     pieces = plan_spans(runs, length, exact, config)
     behind = max(exact, sinks)
     for piece in pieces:
@@ -68,8 +68,8 @@ def test_pieces_keep_every_rule_and_cover_nearly_all(
 
 def best_possible(runs: list[Candidate], length: int, exact: int, config: FuzzyConfig) -> int:
     """The most that any choice of pieces serves: try every end of every piece."""
-    sinks, shortest = config.fuzzy_sink_tokens, config.fuzzy_min_span
-    low, high = max(exact, sinks), length - config.fuzzy_min_suffix
+    sinks, shortest = config.sink_tokens, config.min_span
+    low, high = max(exact, sinks), length - config.min_suffix
     usable = [
         (max(low, one.start, one.start + sinks - one.donor_start), min(high, one.end))
         for one in runs
@@ -88,13 +88,13 @@ def best_possible(runs: list[Candidate], length: int, exact: int, config: FuzzyC
 
 
 def test_recipients_sinks_and_suffix_are_computed() -> None:
-    config = {"fuzzy_sink_tokens": 4, "fuzzy_min_suffix": 8}
+    config = {"sink_tokens": 4, "min_suffix": 8}
     assert plan(run(0, 100), **config) == [(4, 92, 1004)]
 
 
 def test_a_donors_first_tokens_are_never_lent() -> None:
-    assert plan(run(50, 90, donor_start=0), fuzzy_sink_tokens=4) == [(54, 90, 4)]
-    assert plan(run(50, 90, donor_start=3), fuzzy_sink_tokens=4) == [(51, 90, 4)]
+    assert plan(run(50, 90, donor_start=0), sink_tokens=4) == [(54, 90, 4)]
+    assert plan(run(50, 90, donor_start=3), sink_tokens=4) == [(51, 90, 4)]
 
 
 def test_nothing_below_the_exact_prefix_is_served_and_positions_stay_absolute() -> None:
@@ -121,14 +121,14 @@ def test_a_short_rest_is_left_when_the_piece_before_cannot_spare_any() -> None:
 
 def test_the_longest_pieces_come_first_when_the_share_is_bounded() -> None:
     runs = [run(10, 20, 100), run(30, 70, 200)]
-    assert plan(*runs, fuzzy_max_share=0.45) == [(30, 70, 200)]
-    assert plan(*runs, fuzzy_max_share=0.3) == [(30, 60, 200)]
-    assert plan(*runs, fuzzy_max_share=0) == []
+    assert plan(*runs, max_share=0.45) == [(30, 70, 200)]
+    assert plan(*runs, max_share=0.3) == [(30, 60, 200)]
+    assert plan(*runs, max_share=0) == []
 
 
 def test_too_little_reuse_is_none() -> None:
-    assert plan(run(10, 30), fuzzy_min_reuse_ratio=0.2) == [(10, 30, 1000)]
-    assert plan(run(10, 30), fuzzy_min_reuse_ratio=0.21) == []
+    assert plan(run(10, 30), min_reuse_ratio=0.2) == [(10, 30, 1000)]
+    assert plan(run(10, 30), min_reuse_ratio=0.21) == []
 
 
 @settings(max_examples=300, deadline=None)
@@ -136,9 +136,7 @@ def test_too_little_reuse_is_none() -> None:
 def test_a_run_is_refused_with_a_reason_exactly_if_nothing_of_it_is_planned(
     runs: list[Candidate], exact: int, sinks: int, most: float, least: float
 ) -> None:
-    config = replace(
-        SMALL, fuzzy_sink_tokens=sinks, fuzzy_max_share=most, fuzzy_min_reuse_ratio=least
-    )
+    config = replace(SMALL, sink_tokens=sinks, max_share=most, min_reuse_ratio=least)
     for candidate in runs:
         if candidate.start == candidate.donor_start == 0:
             continue
@@ -152,9 +150,9 @@ def test_the_gate_that_refuses_is_the_first_one_met() -> None:
         found = refusal(candidate, 100, 0, replace(FREE, **more))
         return found.gate if found else None
 
-    assert gate(run(10, 10 + FREE.fuzzy_min_span)) is None
-    assert gate(run(10, 9 + FREE.fuzzy_min_span)) == "min-span"
-    assert gate(run(0, 10, donor_start=5), fuzzy_sink_tokens=9) == "edges"
-    assert gate(run(90, 100), fuzzy_min_suffix=5) == "edges"
-    assert gate(run(10, 30), fuzzy_max_share=0.01) == "max-share"
-    assert gate(run(10, 30), fuzzy_min_reuse_ratio=0.5) == "min-reuse"
+    assert gate(run(10, 10 + FREE.min_span)) is None
+    assert gate(run(10, 9 + FREE.min_span)) == "min-span"
+    assert gate(run(0, 10, donor_start=5), sink_tokens=9) == "edges"
+    assert gate(run(90, 100), min_suffix=5) == "edges"
+    assert gate(run(10, 30), max_share=0.01) == "max-share"
+    assert gate(run(10, 30), min_reuse_ratio=0.5) == "min-reuse"

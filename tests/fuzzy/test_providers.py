@@ -35,15 +35,15 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_the_built_in_provider_is_the_default_and_always_there() -> None:
-    assert FuzzyConfig().fuzzy_provider in FUZZY_PROVIDERS.names()
+    assert FuzzyConfig().provider in FUZZY_PROVIDERS.names()
     assert isinstance(World().cache._guard._provider, SpanIndex)
 
 
 def test_packages_offer_providers_by_name(offer: Callable[..., None]) -> None:
     offer(theirs="kvweave.fuzzy.span_index:SpanIndex", spans="not.there:Nothing")
     assert FUZZY_PROVIDERS.names() == ("spans", "semblend", "semantic", "theirs")
-    validate(replace(SMALL, fuzzy_provider="theirs"))
-    config = replace(SMALL, fuzzy_provider="theirs")
+    validate(replace(SMALL, provider="theirs"))
+    config = replace(SMALL, provider="theirs")
     assert World(config=config).serve(text(1, 40)).lease.plan.spans == ()
 
 
@@ -57,14 +57,14 @@ def test_an_unknown_name_is_refused_with_those_there_are(offer: Callable[..., No
         ConfigError,
         match="--fuzzy-provider is one of spans, semblend, semantic, theirs, not 'other'",
     ):
-        validate(replace(SMALL, fuzzy_provider="other"))
+        validate(replace(SMALL, provider="other"))
 
 
 @pytest.mark.parametrize("value", ["not.there:Nothing", "kvweave.fuzzy.span_index:Nothing"])
 def test_one_that_does_not_load_says_so(offer: Callable[..., None], value: str) -> None:
     offer(broken=value)
     with pytest.raises(ConfigError, match=r"'broken' does not start: .*(not|Nothing)"):
-        World(config=replace(SMALL, fuzzy_provider="broken"))
+        World(config=replace(SMALL, provider="broken"))
 
 
 def test_one_that_refuses_its_settings_is_heard(
@@ -88,7 +88,7 @@ def test_the_example_in_the_documentation_serves_documents(
     spec.loader.exec_module(example)
     monkeypatch.setitem(__import__("sys").modules, "example_provider", example)
     offer(marks="example_provider:Marks")
-    world = World(128, 4, replace(SMALL, fuzzy_provider="marks"))
+    world = World(128, 4, replace(SMALL, provider="marks"))
     world.check = lambda: world.cache.check([one.lease for one in world.live])  # type: ignore[method-assign]
 
     documents = [[example.MARK, *(np.array(text(seed, 50)) + 2).tolist()] for seed in range(3)]

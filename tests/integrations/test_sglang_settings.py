@@ -14,14 +14,14 @@ from kvweave.integrations.sglang.settings import NAMES, read_settings
 
 def test_without_settings_the_engines_defaults_hold() -> None:
     assert read_settings({}) == FuzzyConfig()
-    assert all(hasattr(FuzzyConfig(), f"fuzzy_{name}") for name in NAMES)
+    assert all(hasattr(FuzzyConfig(), name) for name in NAMES)
 
 
 def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "kvweave.json"
     file.write_text(json.dumps({"min_span": 64, "max_share": 0.5}))
     found = read_settings({"KVWEAVE_SGLANG_CONFIG": str(file), "KVWEAVE_FUZZY_MIN_SPAN": "96"})
-    assert (found.fuzzy_min_span, found.fuzzy_max_share) == (96, 0.5)
+    assert (found.min_span, found.max_share) == (96, 0.5)
 
 
 @pytest.mark.parametrize(

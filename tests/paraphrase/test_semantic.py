@@ -89,7 +89,7 @@ def test_a_word_or_two_are_not_worth_it(world: SemanticWorld) -> None:
 
 def test_unless_one_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvweave.paraphrase.gate.differing", lambda donor, recipient: None)
-    world = SemanticWorld(monkeypatch, replace(SEMANTIC, fuzzy_semantic_min_span=2))
+    world = SemanticWorld(monkeypatch, replace(SEMANTIC, semantic_min_span=2))
     world.teach(prompt("A child requires a passport for it."))
     for sentence, served in (
         ("A kid requires a passport for it.", []),
@@ -316,15 +316,15 @@ def test_the_share_is_bounded(world: SemanticWorld, monkeypatch: pytest.MonkeyPa
         return count
 
     assert served() == 7
-    assert served({"share": 1}, fuzzy_semantic_max_share=0.04) == 0
-    assert served(fuzzy_semantic_max_share=0.0) == 0
-    assert served(fuzzy_semantic_threshold=1.0) == 7  # the same bag of words
-    assert served(fuzzy_max_share=0.0) == 0
+    assert served({"share": 1}, semantic_max_share=0.04) == 0
+    assert served(semantic_max_share=0.0) == 0
+    assert served(semantic_threshold=1.0) == 7  # the same bag of words
+    assert served(max_share=0.0) == 0
 
 
 def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert FuzzyConfig().fuzzy_provider == "spans"
-    world = SemanticWorld(monkeypatch, replace(SEMANTIC, fuzzy_provider="spans"))
+    assert FuzzyConfig().provider == "spans"
+    world = SemanticWorld(monkeypatch, replace(SEMANTIC, provider="spans"))
     world.teach(prompt(DONOR))
     running = world.ask(prompt(ASKED))
     assert {span.tier for span in running.lease.plan.spans} == {Tier.MOVED}
@@ -378,7 +378,7 @@ def test_a_copy_that_fails_leaves_the_exact_prefix(world: SemanticWorld) -> None
 
 def test_under_pressure_everything_still_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvweave.paraphrase.gate.differing", lambda donor, recipient: None)
-    config = replace(SEMANTIC, fuzzy_semantic_index_tokens=400)
+    config = replace(SEMANTIC, semantic_index_tokens=400)
     world = SemanticWorld(monkeypatch, config, num_pages=60, page_size=4)
     rng = np.random.default_rng(5)
     served, of = 0, 30
@@ -422,12 +422,12 @@ def test_a_missing_embedder_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_settings_are_checked_together() -> None:
     wrong = FuzzyConfig(
-        fuzzy_semantic_embedder="mine",
-        fuzzy_semantic_threshold=1.5,
-        fuzzy_semantic_min_span=0,
-        fuzzy_semantic_max_share=-1,
-        fuzzy_semantic_budget_ms=0,
-        fuzzy_semantic_index_tokens=0,
+        semantic_embedder="mine",
+        semantic_threshold=1.5,
+        semantic_min_span=0,
+        semantic_max_share=-1,
+        semantic_budget_ms=0,
+        semantic_index_tokens=0,
     )
     with pytest.raises(ConfigError) as caught:
         validate(wrong)

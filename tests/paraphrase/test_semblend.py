@@ -29,7 +29,7 @@ from kvweave.prefix.plan import Tier
 from support.fuzzy_world import HERE, Running, text
 from support.semantic_world import SEMANTIC, SemanticWorld, story
 
-CONFIG = replace(SEMANTIC, fuzzy_provider="semblend")
+CONFIG = replace(SEMANTIC, provider="semblend")
 
 
 @dataclass

@@ -27,7 +27,7 @@ from support.semantic_world import QUESTION, SEMANTIC, SemanticWorld, story
 HEAD, TAIL = story(1), story(2)
 DONOR = "A child requires a passport for the journey."
 ASKED = "A kid needs a passport for the trip."
-THEIRS = replace(SEMANTIC, fuzzy_verifier="theirs")
+THEIRS = replace(SEMANTIC, verifier="theirs")
 
 
 class Fake:
@@ -124,7 +124,7 @@ def test_one_that_raises_refuses_and_in_the_end_is_left_alone(
 def test_one_that_hangs_costs_a_request_no_more_than_the_budget_once(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = SemanticWorld(monkeypatch, replace(THEIRS, fuzzy_semantic_budget_ms=200.0))
+    world = SemanticWorld(monkeypatch, replace(THEIRS, semantic_budget_ms=200.0))
     donors = [f"A child requires a big visa of kind k{at} for it." for at in range(4)]
     asked = [f"A kid needs a large visa of kind k{at} for it." for at in range(4)]
     world.teach(f"{HEAD} {' '.join(donors)} {TAIL}{QUESTION}")
@@ -172,7 +172,7 @@ def test_none_is_the_default_and_packages_offer_more(offer: Callable[[str], None
     validate(THEIRS)
     assert isinstance(create_verifier(THEIRS), Fake)
     with pytest.raises(ConfigError, match="--fuzzy-verifier is one of none, nli, theirs, not 'x'"):
-        validate(replace(SEMANTIC, fuzzy_verifier="x"))
+        validate(replace(SEMANTIC, verifier="x"))
 
 
 def test_one_that_does_not_load_says_so(
@@ -189,7 +189,7 @@ def test_one_that_does_not_load_says_so(
 def nli(model: object) -> Verifier | None:
     name = None if model is None else str(model)
     return create_verifier(
-        replace(SEMANTIC, fuzzy_verifier="nli", fuzzy_verifier_model=name),
+        replace(SEMANTIC, verifier="nli", verifier_model=name),
     )
 
 

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 import kvweave
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
+from kvweave.config.base import settings_of
 from kvweave.engine.selfcheck.gate import SelfCheck
 from kvweave.engine.selfcheck.measure import Measured
 from kvweave.engine.types import Usage
@@ -104,7 +105,7 @@ def test_every_flag_is_told_in_force_and_the_key_never(engine):
         config,
         cluster,
     )
-    assert {item.name for group in groups for item in fields(group)} <= set(info)
+    assert {name for group in groups for name in settings_of(group)} <= set(info)
     assert (info["api_key"], info["log_format"], info["replicas"]) == (True, "json", 3)
     assert "sesame" not in asked.text
 

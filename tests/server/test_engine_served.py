@@ -76,7 +76,7 @@ def test_200_clients_of_which_a_third_vanish(backend):
 
 
 def test_a_prompt_served_from_moved_text_hits_exactly_once_the_server_was_idle():
-    fuzzy = FuzzyConfig(fuzzy_heal=True, fuzzy_time_budget_ms=10_000.0)
+    fuzzy = FuzzyConfig(heal=True, time_budget_ms=10_000.0)
     world, server = serve("fuzzy_match", fuzzy=fuzzy)
     document, header = list(range(60)), list(range(80, 90))
     with server, server.client() as client:

@@ -22,12 +22,12 @@ from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.prefix.tree import upwards
 
 SMALL = FuzzyConfig(
-    fuzzy_stride=4,
-    fuzzy_min_span=8,
-    fuzzy_min_suffix=2,
-    fuzzy_sink_tokens=2,
-    fuzzy_min_reuse_ratio=0.0,
-    fuzzy_time_budget_ms=10_000.0,
+    stride=4,
+    min_span=8,
+    min_suffix=2,
+    sink_tokens=2,
+    min_reuse_ratio=0.0,
+    time_budget_ms=10_000.0,
 )
 """Small enough that tests of a hundred tokens have many spans; never late on a busy machine."""
 

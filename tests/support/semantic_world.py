@@ -20,9 +20,9 @@ from support.fuzzy_world import SMALL, Running, World
 
 SEMANTIC = replace(
     SMALL,
-    fuzzy_provider="semantic",
-    fuzzy_semantic_budget_ms=10_000.0,
-    fuzzy_semantic_max_share=1.0,
+    provider="semantic",
+    semantic_budget_ms=10_000.0,
+    semantic_max_share=1.0,
 )
 SAME = {"kid": "child", "trip": "journey", "needs": "requires", "big": "large", "quick": "fast"}
 

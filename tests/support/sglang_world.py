@@ -19,11 +19,11 @@ from kvweave.kv.layout import LayerLayout, Rotary
 from kvweave.kv.relocation import relocate
 
 SMALL = FuzzyConfig(
-    fuzzy_stride=4,
-    fuzzy_min_span=8,
-    fuzzy_min_suffix=2,
-    fuzzy_sink_tokens=2,
-    fuzzy_min_reuse_ratio=0.0,
+    stride=4,
+    min_span=8,
+    min_suffix=2,
+    sink_tokens=2,
+    min_reuse_ratio=0.0,
 )
 _LAYERS, _HEADS, _DIM = 2, 2, 8
 _ROTARY = Rotary(1.0 / 100.0 ** (np.arange(_DIM // 2) / (_DIM // 2)))

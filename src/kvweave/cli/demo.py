@@ -56,7 +56,7 @@ def demo(model: ModelConfig) -> None:
     cache = CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=16_384)
     document = files("kvweave.explorer").joinpath("static/sample.txt").read_text("utf-8")
     # What a self-check would measure is what is shown here, answers included.
-    fuzzy = FuzzyConfig(fuzzy_self_check="off")
+    fuzzy = FuzzyConfig(self_check="off")
     with open_session(EngineConfig(model=model, cache=cache, fuzzy=fuzzy)) as session:
         asyncio.run(_show(session, console, document.strip()))
 

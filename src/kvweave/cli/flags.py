@@ -13,14 +13,14 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass
 from typing import Any
 
 import typer
 
 from kvweave.cli.settings_file import KINDS, did_you_mean, read_settings
 from kvweave.config import validate
-from kvweave.config.checks import flag_name
+from kvweave.config.base import build, groups_of, leaves_of, settings_of
 from kvweave.errors import ConfigError
 from kvweave.plugins import choices_of
 
@@ -56,9 +56,11 @@ def takes_settings(
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        leaves = [leaf for kind in groups.values() for leaf in _leaves(kind)]
-        kinds = {item.name: _kind(leaf, item) for leaf in leaves for item in fields(leaf)}
-        flags = {name: flag_name(name) for name in kinds}
+        leaves = [leaf for kind in groups.values() for leaf in leaves_of(kind)]
+        kinds = {
+            name: _kind(leaf, item) for leaf in leaves for name, item in settings_of(leaf).items()
+        }
+        flags = {name: "--" + name.replace("_", "-") for name in kinds}
 
         @functools.wraps(command)
         def run(ctx: typer.Context, **values: Any) -> None:
@@ -70,9 +72,9 @@ def takes_settings(
                 filed = read_settings(file, kinds, problems)
                 given.update({n: v for n, v in filed.items() if _is_default(ctx, n)})
             readable = {n: v for n, v in given.items() if not isinstance(v, _Unreadable)}
-            built = {name: _build(kind, readable) for name, kind in groups.items()}
+            built = {name: build(kind, readable) for name, kind in groups.items()}
             try:
-                validate(*(leaf for group in built.values() for leaf in _parts(group)))
+                validate(*(leaf for group in built.values() for leaf in groups_of(group)))
             except ConfigError as error:
                 problems += error.problems
             if problems:
@@ -101,13 +103,13 @@ def _signature(
     ]
     derived = [
         inspect.Parameter(
-            item.name,
+            name,
             keyword,
-            default=_option(_kind(leaf, item), item),
+            default=_option(_kind(leaf, item), name, item),
             annotation=_kind(leaf, item),
         )
         for leaf in leaves
-        for item in fields(leaf)
+        for name, item in settings_of(leaf).items()
     ]
     if config_file:
         own.append(
@@ -123,25 +125,6 @@ def _is_default(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "DEFAULT"
 
 
-def _leaves(kind: type) -> list[type]:
-    """The dataclasses whose fields are flags: `kind` itself, or those that it is made of."""
-    nested = [type(item.default) for item in fields(kind) if is_dataclass(item.default)]
-    return nested or [kind]
-
-
-def _build(kind: Any, values: Mapping[str, Any]) -> Any:
-    if _leaves(kind) == [kind]:
-        return kind(
-            **{item.name: values[item.name] for item in fields(kind) if item.name in values}
-        )
-    return kind(**{item.name: _build(type(item.default), values) for item in fields(kind)})
-
-
-def _parts(group: Any) -> list[Any]:
-    nested = [getattr(group, item.name) for item in fields(group)]
-    return nested if _leaves(type(group)) != [type(group)] else [group]
-
-
 def _kind(group: type, item: Field[Any]) -> type:
     """The type of one value: `int | None` is int."""
     hint = typing.get_type_hints(group)[item.name]
@@ -151,11 +134,11 @@ def _kind(group: type, item: Field[Any]) -> type:
     return kind
 
 
-def _option(kind: type, item: Field[Any]) -> Any:
-    flag = flag_name(item.name)
+def _option(kind: type, name: str, item: Field[Any]) -> Any:
+    flag = "--" + name.replace("_", "-")
     shared: dict[str, Any] = {
         "help": item.metadata["help"],
-        "envvar": f"KVWEAVE_{item.name.upper()}",
+        "envvar": f"KVWEAVE_{name.upper()}",
         "show_envvar": False,
         "show_default": item.default is not None,
     }

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from kvweave.config import EngineConfig
-from kvweave.config.checks import flag_name
+from kvweave.config.base import flag_name
 from kvweave.engine.types import SamplingParams
 from kvweave.errors import RequestError
 
@@ -61,7 +61,7 @@ class SamplingConfig:
             self.params().validate()
         except RequestError as error:
             name = error.param or ""
-            return [error.message.replace(name, flag_name(name), 1)]
+            return [error.message.replace(name, flag_name(self, name), 1)]
         return []
 
     def params(self, **more: Any) -> SamplingParams:

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvweave.cluster.remote import RemoteEngine
 from kvweave.cluster.replica import EngineReplica
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig, validate
+from kvweave.config.base import settings_of
 from kvweave.errors import ConfigError, UnsupportedModelError, reason
 from kvweave.server.model_card import EngineInfo
 
@@ -116,15 +117,16 @@ def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, Se
     left = dict(arguments)
     groups: dict[str, Any] = {}
     problems = [f"{name} is not set here, but in Ray's settings" for name in _RAYS if name in left]
-    kinds: dict[str, Any] = {group.name: type(group.default) for group in fields(EngineConfig)}
+    kinds: dict[str, Any] = {group.name: group.default_factory for group in fields(EngineConfig)}
     for name, kind in {**kinds, "cluster": ClusterConfig, "server": ServerConfig}.items():
         hints = typing.get_type_hints(kind)
-        given = {item.name: left.pop(item.name) for item in fields(kind) if item.name in left}
-        for item, value in given.items():
-            try:
-                given[item] = _read(hints[item], value)
-            except ValueError:
-                problems.append(f"{item} cannot be {value!r}")
+        given: dict[str, Any] = {}
+        for setting, item in settings_of(kind).items():
+            if setting in left:
+                try:
+                    given[item.name] = _read(hints[item.name], left.pop(setting))
+                except ValueError:
+                    problems.append(f"{setting} cannot be {arguments[setting]!r}")
         groups[name] = kind(**given)
     problems += [f"there is no setting {name!r}" for name in left]
     if problems:

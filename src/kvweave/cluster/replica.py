@@ -52,7 +52,7 @@ class EngineReplica:
         self._metadata = {
             "model": loaded.identity,
             "page_size": config.cache.page_size,
-            "stride": config.fuzzy.fuzzy_stride,
+            "stride": config.fuzzy.stride,
             "moves": exact_form(config.cache.prefix_cache_backend) is not None,
             **_addresses(engine),
         }

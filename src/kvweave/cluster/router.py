@@ -52,7 +52,7 @@ class _Followed:
         self.load = 0
         self._follower = EventFollower(metadata["events"], metadata["replay"])
 
-    def load(self, keys: PromptKeys) -> ReplicaLoad:
+    def load_for(self, keys: PromptKeys) -> ReplicaLoad:
         self.view.apply(self._follower.drain())
         overlap = self.view.overlap(keys)
         if not self._moves:
@@ -105,15 +105,15 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
             return [candidate_replicas]
         self._forget_unsent()
         keys = self._keys(request, self._followed[known[0].replica_id].keying)
-        standings = {each.replica_id: self._followed[each.replica_id].load(keys) for each in known}
-        order = ranked(standings, keys.length, self._weights)
-        best = standings[order[0]].overlap
+        loads = {each.replica_id: self._followed[each.replica_id].load_for(keys) for each in known}
+        order = ranked(loads, keys.length, self._weights)
+        best = loads[order[0]].overlap
         cost = keys.length - best.exact - int(self._weights.moved * best.moved)
         most = request.sampling.max_tokens
         cost += _MOST_OUTPUT if most is None else min(most, _MOST_OUTPUT)
         self._book(pending_request, _Booking(order[0], keys, cost))
         by_id = {each.replica_id: each for each in candidate_replicas}
-        unknown = [each for each in candidate_replicas if each.replica_id not in standings]
+        unknown = [each for each in candidate_replicas if each.replica_id not in loads]
         return [*([by_id[each]] for each in order), *([unknown] if unknown else [])]
 
     def on_request_routed(

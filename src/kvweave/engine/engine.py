@@ -68,7 +68,7 @@ class Engine:
         self._seeds = np.random.default_rng(config.scheduler.random_seed)
         batch_builder = BatchBuilder(pool.page_size)
         self._executor = BatchExecutor(components, batch_builder)
-        most_to_heal = config.fuzzy.fuzzy_heal_queue if config.fuzzy.fuzzy_heal else 0
+        most_to_heal = config.fuzzy.heal_queue if config.fuzzy.heal else 0
         self._healer = Healer(components, batch_builder, most_to_heal, self.scheduler.give_back)
         self._reporter = Reporter(self.scheduler, self.cache, self._healer, components.events)
         self._groups: dict[str, RequestGroup] = {}

@@ -78,15 +78,15 @@ def decoder(tokenizer: Any) -> Callable[[IntArray], str]:
 def _fuzzy(config: EngineConfig, loaded: LoadedModel) -> FuzzyConfig:
     """The settings for reuse beyond the prefix, as far as the model can follow them."""
     fuzzy = config.fuzzy
-    if loaded.prunes_tokens or not STRATEGIES[fuzzy.fuzzy_refresh_strategy].looks:
+    if loaded.prunes_tokens or not STRATEGIES[fuzzy.refresh_strategy].looks:
         return fuzzy
-    if fuzzy.fuzzy_refresh:
+    if fuzzy.refresh:
         logger.warning(
             "--fuzzy-refresh-strategy %s does not work with this model, whose layers must all see "
             "the same tokens: what is refreshed is chosen by seams instead",
-            fuzzy.fuzzy_refresh_strategy,
+            fuzzy.refresh_strategy,
         )
-    return replace(fuzzy, fuzzy_refresh_strategy=SEAMS)
+    return replace(fuzzy, refresh_strategy=SEAMS)
 
 
 def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from numbers import Integral
 from typing import Any, TypeAlias, overload
@@ -13,6 +12,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 
 from kvweave.config import EngineConfig
+from kvweave.config.base import build, leaves_of, settings_of
 from kvweave.engine.engine import Engine
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.errors import ConfigError
@@ -143,15 +143,13 @@ class LLM:
 
 
 def config_of(**flags: Any) -> EngineConfig:
-    """An EngineConfig out of its groups' fields; ConfigError names what none of them has."""
-    groups: dict[str, Any] = {}
-    for group in fields(EngineConfig):
-        kind: Any = type(group.default)
-        mine = {item.name for item in fields(kind)} & set(flags)
-        groups[group.name] = kind(**{name: flags.pop(name) for name in mine})
-    if flags:
-        raise ConfigError([f"there is no setting {name!r}" for name in sorted(flags)])
-    return EngineConfig(**groups)
+    """An EngineConfig out of settings by name; ConfigError lists the names that do not exist."""
+    known = {name for kind in leaves_of(EngineConfig) for name in settings_of(kind)}
+    unknown = flags.keys() - known
+    if unknown:
+        raise ConfigError([f"there is no setting {name!r}" for name in sorted(unknown)])
+    config: EngineConfig = build(EngineConfig, flags)
+    return config
 
 
 def _per_prompt(sampling: Sampling, count: int) -> Sequence[SamplingParams]:

@@ -136,7 +136,7 @@ class FuzzyCache(RadixCache):
             return super().refusal(view, exact, start, length, donor_start)
         if not view.fuzzy:
             return Refusal("exact-only", "the request asked for an answer from exact KV only")
-        if self._config.fuzzy_max_share == 0:
+        if self._config.max_share == 0:
             return Refusal("max-share", "--fuzzy-max-share 0 demands exactness of every request")
         run = Candidate(start=start, length=length, page=-1, donor_start=donor_start)
         return refusal(run, len(view.tokens), exact, self._config)
@@ -150,23 +150,23 @@ class FuzzyCache(RadixCache):
         self._donors.check(self.tree)
 
     def _provider(self) -> Guard:
-        name, donors = self._config.fuzzy_provider, LentDonors(self._donors)
+        name, donors = self._config.provider, LentDonors(self._donors)
         provider = create_provider(name, donors, self._config)
-        return Guard(name, provider, donors, self._config.fuzzy_time_budget_ms)
+        return Guard(name, provider, donors, self._config.time_budget_ms)
 
     def _allows(self, view: RequestView) -> bool:
         # A bound on the exact prefix asks for what lies behind it to be computed.
-        wanted = self._config.fuzzy_max_share > 0 and self._share(view) < 1
+        wanted = self._config.max_share > 0 and self._share(view) < 1
         return view.fuzzy and view.max_exact is None and wanted
 
     def _share(self, view: RequestView) -> float:
         """How much of what is moved is computed again; all of it is nothing moved at all."""
-        return self._config.fuzzy_refresh if view.recompute is None else view.recompute
+        return self._config.refresh if view.recompute is None else view.recompute
 
     def _pieces(self, view: RequestView, exact: int) -> list[Candidate]:
         """What to serve beyond the exact prefix: verified, chosen and cut to size."""
         config, length = self._config, len(view.tokens)
-        if length - config.fuzzy_min_suffix - exact < config.fuzzy_min_span:
+        if length - config.min_suffix - exact < config.min_span:
             return []
         runs = []
         claims, others = split_tiers(self._guard.match(view, exact))
@@ -220,7 +220,7 @@ class FuzzyCache(RadixCache):
                     zeroed=self._guard.zeroed_layers,
                 )
             )
-        chosen, deferred = choose(spans, recompute, self._config.fuzzy_refresh_strategy)
+        chosen, deferred = choose(spans, recompute, self._config.refresh_strategy)
         plan = Plan(lease.plan.length, lease.plan.exact, tuple(spans), chosen, deferred)
         try:
             self._mover.move(runs)

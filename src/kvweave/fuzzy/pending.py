@@ -97,11 +97,11 @@ class Inflight:
 
     def __init__(self, page_size: int, config: FuzzyConfig) -> None:
         self._page_size = page_size
-        self._stride = config.fuzzy_stride
-        self._shortest = config.fuzzy_min_span
-        self._least = _LEAST_SPANS * config.fuzzy_min_span
-        self._least_reuse_ratio = config.fuzzy_min_reuse_ratio
-        self._seconds = config.fuzzy_time_budget_ms / 2000
+        self._stride = config.stride
+        self._shortest = config.min_span
+        self._least = _LEAST_SPANS * config.min_span
+        self._least_reuse_ratio = config.min_reuse_ratio
+        self._seconds = config.time_budget_ms / 2000
         self._pending: dict[Lease, _Producer] = {}
 
     def add(self, lease: Lease, tokens: IntArray) -> None:

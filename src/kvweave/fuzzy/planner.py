@@ -20,9 +20,9 @@ def plan_spans(
 ) -> list[Candidate]:
     """What to serve of a prompt of `length` tokens whose first `exact` are served already.
 
-    Ascending pieces of the given runs, each at least `fuzzy_min_span` long. Never among them: the
-    exact prefix, the prompt's first `fuzzy_sink_tokens` and last `fuzzy_min_suffix` tokens, and a
-    donor's first `fuzzy_sink_tokens`, since a model leans on the very first tokens of its context
+    Ascending pieces of the given runs, each at least `min_span` long. Never among them: the
+    exact prefix, the prompt's first `sink_tokens` and last `min_suffix` tokens, and a
+    donor's first `sink_tokens`, since a model leans on the very first tokens of its context
     and their KV is like no other (StreamingLLM, arXiv 2309.17453). Nor is what goes on with the
     exact prefix into a page that is only partly equal: computing those few tokens keeps the
     request exact, and its pages fit for everyone.
@@ -32,15 +32,15 @@ def plan_spans(
         if run.start == run.donor_start == 0:
             continue  # the prompt's own prefix
         piece = _usable(run, length, exact, config)
-        if piece.length >= config.fuzzy_min_span:
+        if piece.length >= config.min_span:
             usable.append(piece)
     pieces = _limited(
-        _cover(usable, config.fuzzy_min_span),
-        int(config.fuzzy_max_share * length),
-        config.fuzzy_min_span,
+        _cover(usable, config.min_span),
+        int(config.max_share * length),
+        config.min_span,
     )
     served = sum(piece.length for piece in pieces)
-    return pieces if served >= config.fuzzy_min_reuse_ratio * length else []
+    return pieces if served >= config.min_reuse_ratio * length else []
 
 
 def refusal(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Refusal | None:
@@ -48,7 +48,7 @@ def refusal(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Ref
     pieces = plan_spans([run], length, exact, config)
     if pieces:
         return None
-    shortest, usable = config.fuzzy_min_span, _usable(run, length, exact, config).length
+    shortest, usable = config.min_span, _usable(run, length, exact, config).length
     if run.length < shortest:
         reason = f"it has {run.length} tokens, and --fuzzy-min-span asks for {shortest}"
         return Refusal("min-span", reason)
@@ -57,15 +57,15 @@ def refusal(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Ref
             "edges",
             f"only {max(usable, 0)} of its tokens lie where text may be moved, fewer than "
             f"--fuzzy-min-span {shortest}: not among either prompt's first "
-            f"{config.fuzzy_sink_tokens} tokens, nor this prompt's last {config.fuzzy_min_suffix}",
+            f"{config.sink_tokens} tokens, nor this prompt's last {config.min_suffix}",
         )
-    if int(config.fuzzy_max_share * length) < shortest:
-        reason = f"--fuzzy-max-share {config.fuzzy_max_share:g} leaves no room for a span"
+    if int(config.max_share * length) < shortest:
+        reason = f"--fuzzy-max-share {config.max_share:g} leaves no room for a span"
         return Refusal("max-share", reason)
     return Refusal(
         "min-reuse",
         f"it would serve {usable / length:.1%} of the prompt, and --fuzzy-min-reuse-ratio asks "
-        f"for {config.fuzzy_min_reuse_ratio:.0%}",
+        f"for {config.min_reuse_ratio:.0%}",
     )
 
 
@@ -74,9 +74,9 @@ def _usable(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Can
 
     A donor's first tokens are never lent, the prompt's own first and last ones never served.
     """
-    sinks = config.fuzzy_sink_tokens
+    sinks = config.sink_tokens
     start = max(run.start, exact, sinks, run.start + sinks - run.donor_start)
-    return _cut(run, start, min(run.end, length - config.fuzzy_min_suffix))
+    return _cut(run, start, min(run.end, length - config.min_suffix))
 
 
 def _cover(runs: list[Candidate], shortest: int) -> list[Candidate]:

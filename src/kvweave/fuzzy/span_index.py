@@ -66,8 +66,8 @@ class SpanIndex(FuzzyMatchProvider):
 
     def __init__(self, donors: Donors, config: FuzzyConfig) -> None:
         super().__init__(donors, config)
-        self._stride = config.fuzzy_stride
-        self._seconds = config.fuzzy_time_budget_ms / 2000  # half the budget: be late for nobody
+        self._stride = config.stride
+        self._seconds = config.time_budget_ms / 2000  # half the budget: be late for nobody
         self.anchors = AnchorTable(
             donors.num_pages * donors.page_size, donors.page_size, self._stride
         )

@@ -151,11 +151,11 @@ class ParaphraseGate:
         length = len(view.tokens)
         moved = sum(piece.length for piece in pieces)
         room = min(
-            int(self._config.fuzzy_semantic_max_share * length),
-            int(self._config.fuzzy_max_share * length) - moved,
+            int(self._config.semantic_max_share * length),
+            int(self._config.max_share * length) - moved,
         )
         chosen = list(pieces)
-        until = time.perf_counter() + self._config.fuzzy_semantic_budget_ms / 1000
+        until = time.perf_counter() + self._config.semantic_budget_ms / 1000
         for claim in claims:
             try:
                 if self._overlaps(claim, chosen):
@@ -170,7 +170,7 @@ class ParaphraseGate:
             else:
                 self._note(view, claim, *refusal)
         served = sum(piece.length for piece in chosen)
-        if not pieces and served < self._config.fuzzy_min_reuse_ratio * length:
+        if not pieces and served < self._config.min_reuse_ratio * length:
             return []
         return sorted(chosen, key=lambda piece: piece.start)
 
@@ -207,16 +207,16 @@ class ParaphraseGate:
         config, begin = self._config, claim.start - claim.lead
         if claim.lead < 0 or claim.length < 1:
             return "lengths", f"{claim.length} tokens cannot stand for {claim.end - begin}"
-        if claim.length < config.fuzzy_semantic_min_span:
+        if claim.length < config.semantic_min_span:
             # Few are computed along with what stands around them, in the same step: to read other
             # words for their sake would be a risk for nothing.
-            least = config.fuzzy_semantic_min_span
+            least = config.semantic_min_span
             return "lengths", f"it would save {claim.length} of the {least} tokens it has to"
-        if begin < max(exact, config.fuzzy_sink_tokens):
+        if begin < max(exact, config.sink_tokens):
             return "placed", "it reaches into what is served exactly, or into the first tokens"
-        if claim.end > question_of(view) or claim.end > len(view.tokens) - config.fuzzy_min_suffix:
+        if claim.end > question_of(view) or claim.end > len(view.tokens) - config.min_suffix:
             return "question", "it reaches into the last question, which is always computed"
-        if claim.similarity < config.fuzzy_semantic_threshold:
+        if claim.similarity < config.semantic_threshold:
             return "unlike", f"a likeness of {claim.similarity:.2f} is too little"
         return None
 
@@ -224,7 +224,7 @@ class ParaphraseGate:
         node = self._donors.node(claim.page)
         if node is None or node.namespace != view.namespace:
             return "gone", "its donor is not cached here"
-        if claim.donor_start < self._config.fuzzy_sink_tokens:
+        if claim.donor_start < self._config.sink_tokens:
             return "placed", "a donor's first tokens are never lent"
         held = self._donors.tokens(claim.page, claim.donor_start)[: claim.length]
         if claim.donor_tokens is None or not np.array_equal(held, claim.donor_tokens):

@@ -26,7 +26,7 @@ class Entailment:
 
     def __init__(self, config: FuzzyConfig) -> None:
         """ConfigError unless --fuzzy-verifier-model is here, and of the right kind."""
-        model = config.fuzzy_verifier_model
+        model = config.verifier_model
         if model is None:
             raise ConfigError(
                 [

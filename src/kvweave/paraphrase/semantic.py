@@ -60,10 +60,10 @@ class SemanticProvider(FuzzyMatchProvider):
         self._spans = SpanIndex(donors, config)
         self._cutter = Cutter(donors.decode)
         self._errand_cutter = Cutter(donors.decode)  # used on the queue's thread
-        self._seconds = config.fuzzy_semantic_budget_ms / 1000
-        self.index = VectorIndex(config.fuzzy_semantic_index_tokens)
+        self._seconds = config.semantic_budget_ms / 1000
+        self.index = VectorIndex(config.semantic_index_tokens)
         self.queue = EmbeddingQueue(
-            embedder or EmbedderProcess(config.fuzzy_semantic_embedder), running=_running(donors)
+            embedder or EmbedderProcess(config.semantic_embedder), running=_running(donors)
         )
         self._asked: OrderedDict[Namespace, None] = OrderedDict()
         self._written = np.zeros(donors.num_pages, np.int64)
@@ -78,7 +78,7 @@ class SemanticProvider(FuzzyMatchProvider):
     def match(self, view: RequestView, exact: int) -> Sequence[Candidate]:
         self.queue.busy()
         runs = self._spans.match(view, exact)
-        if self.config.fuzzy_semantic_max_share == 0 or not view.semantic:
+        if self.config.semantic_max_share == 0 or not view.semantic:
             return runs
         self._remember(view.namespace)
         if not runs or not len(self.index):
@@ -160,7 +160,7 @@ class SemanticProvider(FuzzyMatchProvider):
         question = question_of(view)
         reached = there = exact
         for run in sorted(runs, key=lambda run: run.start):
-            if run.length < self.config.fuzzy_min_span:
+            if run.length < self.config.min_span:
                 continue
             if reached < min(run.start, question) and self._alike(view, reached, there, run):
                 yield from self._in_gap(view, reached, run.start, question)
@@ -180,7 +180,7 @@ class SemanticProvider(FuzzyMatchProvider):
         before = self.donors.run_around(view, begin - 1, run.page, there - 1)
         if before is None or before.length < _ANCHOR:
             return False
-        if ours <= self.config.fuzzy_min_span:
+        if ours <= self.config.min_span:
             return True
         said = np.unique(view.tokens[begin : run.start])
         heard = np.unique(self.donors.tokens(run.page, there)[:theirs])
@@ -192,7 +192,7 @@ class SemanticProvider(FuzzyMatchProvider):
         text = view.tokens[first : end + LONGEST]
         for at, passage in enumerate(self._cutter.cut(text, first)):
             computed = min(passage.end, end) - max(passage.start, begin)
-            worth_it = computed >= self.config.fuzzy_semantic_min_span and passage.end <= question
+            worth_it = computed >= self.config.semantic_min_span and passage.end <= question
             cut_off = at == 0 and first > 0
             if not worth_it or cut_off or not _SHORTEST <= passage.end - passage.start <= LONGEST:
                 continue
@@ -204,7 +204,7 @@ class SemanticProvider(FuzzyMatchProvider):
         """Donors for each sentence whose vector is there in time, the most alike first."""
         texts = [self._cutter.text(view.tokens[one.start : one.end]) for one in sentences]
         vectors = self.queue.vectors(texts, self._seconds)
-        least = self.config.fuzzy_semantic_threshold
+        least = self.config.semantic_threshold
         for sentence, vector in zip(sentences, vectors, strict=True):
             if vector is None:
                 self._waited += 1
@@ -225,7 +225,7 @@ class SemanticProvider(FuzzyMatchProvider):
         after = common_suffix(ours[before:], theirs[before:])
         length = len(theirs) - before - after
         region = len(ours) - before - after
-        if not self.config.fuzzy_semantic_min_span <= length <= region:
+        if not self.config.semantic_min_span <= length <= region:
             return None
         end = sentence.end - after
         return Candidate(

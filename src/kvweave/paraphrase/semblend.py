@@ -188,7 +188,7 @@ class SemblendProvider(FuzzyMatchProvider):
     ) -> Iterator[Candidate]:
         """What of a claimed paraphrase may be judged: the differing words of its sentences, and
         what is equal as such."""
-        sinks = self.config.fuzzy_sink_tokens
+        sinks = self.config.sink_tokens
         ours = view.tokens[claim.start : claim.end]
         theirs = self.donors.tokens(claim.page, claim.donor_start)[: claim.length]
         edges = [0, *sorted(self._ends(ours) & self._ends(theirs))]
@@ -252,13 +252,13 @@ def _made(config: FuzzyConfig) -> Any:
     adapter = sglang.SemBlendProviderAdapter(
         settings.SemBlendProviderConfig(
             embedding_use_gpu=False,  # which would ask for a GPU; where there is one, it is found
-            min_match_length=config.fuzzy_min_span,
-            min_reuse_ratio=config.fuzzy_min_reuse_ratio,
+            min_match_length=config.min_span,
+            min_reuse_ratio=config.min_reuse_ratio,
             max_entries=_MOST_DONORS,
             multi_segment_emission=True,
-            sink_protect_tokens=config.fuzzy_sink_tokens,
-            donor_sink_protect_tokens=config.fuzzy_sink_tokens,
-            paraphrase_min_similarity=config.fuzzy_semantic_threshold,
+            sink_protect_tokens=config.sink_tokens,
+            donor_sink_protect_tokens=config.sink_tokens,
+            paraphrase_min_similarity=config.semantic_threshold,
         )
     )
     # Its embedder loads when it is first asked, which takes longer than any prompt may wait; and

@@ -28,7 +28,7 @@ _MOST_FAILURES = 3
 
 def create_verifier(config: FuzzyConfig) -> Verifier | None:
     """The chosen verifier, if any; ConfigError if there is none of the name, or it fails."""
-    name = config.fuzzy_verifier
+    name = config.verifier
     return None if name == NO_VERIFIER else cast(Verifier, VERIFIERS.make(name, config))
 
 

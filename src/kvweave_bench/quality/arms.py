@@ -47,7 +47,7 @@ class Arm:
     def fuzzy(self) -> FuzzyConfig:
         changes: dict[str, Any] = {}
         if self.strategy not in _WITHOUT_BUDGET:
-            changes = {"fuzzy_refresh": self.budget, "fuzzy_refresh_strategy": self.strategy}
+            changes = {"refresh": self.budget, "refresh_strategy": self.strategy}
         return replace(FuzzyConfig(), **changes)
 
     @property

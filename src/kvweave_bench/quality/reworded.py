@@ -91,7 +91,7 @@ def _pairs(writer: Writer) -> list[tuple[IntArray, IntArray]]:
         theirs, ours = _shorter_first(writer, both)
         before = common_prefix(ours, theirs)
         differing_tokens = len(theirs) - before - common_suffix(ours[before:], theirs[before:])
-        if differing_tokens >= FuzzyConfig().fuzzy_semantic_min_span:
+        if differing_tokens >= FuzzyConfig().semantic_min_span:
             found.append((theirs, ours))
     if not found:
         raise KvweaveError(f"no pair of {SOURCE} states the same facts")

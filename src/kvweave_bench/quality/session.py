@@ -58,9 +58,7 @@ class Session:
         )
         if arm is not None:
             # Whoever compares meanings gets the time for it: this is about answers.
-            fuzzy = replace(
-                arm.fuzzy, fuzzy_provider=provider, fuzzy_semantic_budget_ms=_PATIENCE * 1e3
-            )
+            fuzzy = replace(arm.fuzzy, provider=provider, semantic_budget_ms=_PATIENCE * 1e3)
             config = replace(config, fuzzy=fuzzy, scheduler=arm.scheduler)
         components = build_components(config, loaded, arm.mover if arm else TensorMover)
         assert isinstance(components.runner, ModelRunner)

@@ -73,7 +73,7 @@ class _Arm:
         cache = CacheConfig(
             prefix_cache_backend="fuzzy_match", max_total_tokens=(_PER_ROUND + 3) * _LENGTH
         )
-        fuzzy = FuzzyConfig(fuzzy_heal=heals)
+        fuzzy = FuzzyConfig(heal=heals)
         config = EngineConfig(model=setting.model_config, cache=cache, fuzzy=fuzzy)
         config.validate()
         self.engine = AsyncEngine(Engine(config, setting.loaded))

@@ -22,7 +22,7 @@ from kvweave_bench.setting import Setting
 
 _AS_PROMPTS = {
     "_in_prompts": FuzzyConfig(),
-    "_in_prompts_any_length": FuzzyConfig(fuzzy_semantic_min_span=1),
+    "_in_prompts_any_length": FuzzyConfig(semantic_min_span=1),
 }
 """Most pairs differ in a word or two, which are computed by default, whoever is the judge."""
 _ROUNDS = 5
@@ -52,7 +52,7 @@ def _as_texts(
     pairs: Sequence[Pair], gates: Mapping[str, Verifier], likenesses: Sequence[float]
 ) -> dict[str, list[int]]:
     """By gate, for each pair: 1 if both are alike enough and it has nothing against them, or 0."""
-    least = FuzzyConfig().fuzzy_semantic_threshold
+    least = FuzzyConfig().semantic_threshold
     passed = {
         arm: [gate(pair.donor, pair.recipient) is None for pair in pairs]
         for arm, gate in gates.items()
@@ -71,7 +71,7 @@ def _as_texts(
 
 def _likenesses(setting: Setting, pairs: Sequence[Pair]) -> list[float]:
     """The cosine of what both of each pair mean to the default embedder."""
-    embedder = make_embedder(FuzzyConfig().fuzzy_semantic_embedder)
+    embedder = make_embedder(FuzzyConfig().semantic_embedder)
     found: list[float] = []
     with setting.progress("batches of texts", -(-len(pairs) // _BATCH)) as advance:
         for at in range(0, len(pairs), _BATCH):

@@ -62,7 +62,7 @@ def _pause(rng: np.random.Generator, place: int) -> float:
 class _Arm:
     def __init__(self, setting: Setting, provider: str) -> None:
         cache = CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=_POOL_TOKENS)
-        fuzzy = FuzzyConfig(fuzzy_provider=provider)
+        fuzzy = FuzzyConfig(provider=provider)
         self.driver = Driver(
             setting.loaded, EngineConfig(model=setting.model_config, cache=cache, fuzzy=fuzzy)
         )

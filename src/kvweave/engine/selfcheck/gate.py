@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from kvweave.config import EngineConfig, FuzzyConfig
+from kvweave.config.base import values_of
 from kvweave.engine.selfcheck.cases import SelfCheckCase, build_cases
 from kvweave.engine.selfcheck.measure import Measured, measure
 from kvweave.errors import UnsupportedModelError
@@ -45,7 +46,7 @@ def key_of(config: EngineConfig, loaded: LoadedModel, cases: Sequence[SelfCheckC
             prompts.update(tokens.tobytes() + b";")
     fuzzy = {
         name: value
-        for name, value in dataclasses.asdict(config.fuzzy).items()
+        for name, value in values_of(config.fuzzy).items()
         if not name.startswith(_WITHOUT_EFFECT)
     }
     return {
@@ -138,13 +139,13 @@ def guarded(
     if the model fails and --fuzzy-self-check is `require`, or if its keys cannot be moved at all.
     """
     exact = exact_form(config.cache.prefix_cache_backend)
-    if exact is None or config.fuzzy.fuzzy_self_check == OFF:
+    if exact is None or config.fuzzy.self_check == OFF:
         return config, None
     check = check_model(config, loaded, progress)
     if check.passed:
         _log.info("%s", check.sentence)
         return config, check
-    if config.fuzzy.fuzzy_self_check == REQUIRE:
+    if config.fuzzy.self_check == REQUIRE:
         raise UnsupportedModelError(check.sentence)
     _log.warning("%s", check.sentence)
     cache = replace(config.cache, prefix_cache_backend=exact)
@@ -199,7 +200,7 @@ def _reasons(check: SelfCheck, tried: int, limits: FuzzyConfig) -> list[str]:
             "served with moved text under these flags, too few to judge it"
         ]
     found = []
-    most_kl, most_misled = limits.fuzzy_self_check_max_kl, limits.fuzzy_self_check_max_decoys
+    most_kl, most_misled = limits.self_check_max_kl, limits.self_check_max_decoys
     if not check.kl <= most_kl:  # not a number is no divergence that anyone could accept
         found.append(
             f"moved text changes what it says next by {check.kl:.3f} nats (KL, the mean of "

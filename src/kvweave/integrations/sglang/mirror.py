@@ -68,7 +68,7 @@ class Mirror:
         self.version = 0
         """Changes whenever what can be found does."""
         self._size = page_size
-        self._config = replace(config, fuzzy_time_budget_ms=math.inf)
+        self._config = replace(config, time_budget_ms=math.inf)
         self._pool = PagePool(num_pages, page_size)
         self._tree = RadixTree(page_size)
         self._donors = DonorTree(self._tree, num_pages)

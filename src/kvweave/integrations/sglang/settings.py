@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvweave.config import FuzzyConfig
-from kvweave.config.checks import flag_name
+from kvweave.config.base import flag_name
 from kvweave.errors import ConfigError, reason
 
 NAMES = ("min_span", "min_suffix", "min_reuse_ratio", "sink_tokens", "stride", "max_share")
@@ -66,14 +66,13 @@ def _from_file(path: str | None, problems: list[str]) -> dict[str, tuple[str, An
 def _convert(
     name: str, source: str, value: Any, values: dict[str, Any], problems: list[str]
 ) -> None:
-    field = f"fuzzy_{name}"
-    kind = type(getattr(FuzzyConfig(), field))
+    kind = type(getattr(FuzzyConfig(), name))
     what = "a whole number" if kind is int else "a number"
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     try:
         if not (isinstance(value, str) or number) or (number and kind(value) != value):
             raise ValueError
-        values[field] = kind(value)
+        values[name] = kind(value)
     except (ValueError, OverflowError):
         problems.append(f"{source} must be {what}, not {value!r}")
 
@@ -81,7 +80,7 @@ def _convert(
 def _in_our_words(problem: str) -> str:
     """A problem that names flags, with the names that the plug-in's settings have."""
     for name in NAMES:
-        problem = problem.replace(flag_name(f"fuzzy_{name}"), _PREFIX + name.upper())
+        problem = problem.replace(flag_name(FuzzyConfig, name), _PREFIX + name.upper())
     return problem
 
 

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kvweave.config import ClusterConfig, EngineConfig
+from kvweave.config.base import groups_of, values_of
 from kvweave.config.events import EventsConfig
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
@@ -44,7 +45,7 @@ def admin_router(
     router = APIRouter()
     card, engine = service.card, service.engine
     events = EventsConfig.wanted(engine_config.cache.kv_events_config)
-    settings = _settings(*_leaves(engine_config), service.config, cluster or ClusterConfig())
+    settings = _settings(*groups_of(engine_config), service.config, cluster or ClusterConfig())
     versions, started = _versions(), int(time.time())
 
     def get(path: str, shape: Any, *refusals: int, **more: Any) -> Callable[..., Any]:
@@ -167,15 +168,9 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _leaves(config: EngineConfig) -> list[Any]:
-    return [getattr(config, group.name) for group in dataclasses.fields(config)]
-
-
 def _settings(*groups: Any) -> dict[str, Any]:
     """Every flag by its name, as it is in force; keys stay secret."""
-    settings: dict[str, Any] = {}
-    for group in groups:
-        settings.update(dataclasses.asdict(group))
+    settings = values_of(*groups)
     for secret in ("api_key", "admin_api_key"):
         settings[secret] = settings[secret] is not None
     return settings

@@ -1,0 +1,107 @@
+"""Settings of KV reuse beyond the prefix: moved text, other words, self-check and healing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvweave.config.base import flag, flag_name, positive, share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuzzyConfig:
+    """Reuse beyond the prefix; read by the backends that offer it."""
+
+    PREFIX: ClassVar[str] = "fuzzy_"
+
+    provider: str = flag("spans", "Who nominates donors.", choices="fuzzy-providers")
+    min_span: int = flag(32, "Shortest run of tokens worth moving.")
+    min_suffix: int = flag(8, "Tokens at the end of every prompt that are always computed.")
+    min_reuse_ratio: float = flag(
+        0.1, "Least share of a prompt that moved spans must serve, else none."
+    )
+    sink_tokens: int = flag(4, "First tokens of prompts that are never moved, neither from nor to.")
+    stride: int = flag(16, "Tokens between two anchors of the span index.")
+    max_share: float = flag(
+        1.0, "Most of a prompt that moved spans may serve; 0 demands exactness."
+    )
+    refresh: float = flag(
+        0.0, "Share of what moved spans serve that is computed again: 0 none, 1 all."
+    )
+    refresh_strategy: str = flag(
+        "mix", "Who chooses what is computed again.", choices="fuzzy-refresh-strategies"
+    )
+    time_budget_ms: float = flag(50.0, "A provider that takes longer loses this request's reuse.")
+    self_check: str = flag(
+        "on",
+        "Measure once per model whether moved text changes its answers; if it does, reuse exactly "
+        "(on) or do not start (require).",
+        choices=("on", "off", "require"),
+    )
+    self_check_max_kl: float = flag(
+        0.1, "Most that the self-check's next tokens may differ from cold ones: mean KL, in nats."
+    )
+    self_check_max_decoys: int = flag(
+        0, "Most answers of the self-check that may give the fact of a nearly equal text."
+    )
+    semantic_embedder: str = flag(
+        "minilm",
+        "What the semantic provider compares meanings with; both are packages of their own.",
+        choices="embedders",
+    )
+    semantic_threshold: float = flag(
+        0.8, "Least likeness, up to 1, of other words that say the same."
+    )
+    semantic_min_span: int = flag(
+        4, "Shortest run of tokens worth serving in other words; fewer are computed along."
+    )
+    semantic_max_share: float = flag(
+        0.25, "Most of a prompt that may be served in other words; 0: none of it."
+    )
+    semantic_budget_ms: float = flag(
+        25.0,
+        "Time that a prompt may wait for meanings to be compared, where that may help it; as much "
+        "again for a verifier.",
+    )
+    verifier: str = flag(
+        "none", "Who else may object to what is served in other words.", choices="verifiers"
+    )
+    verifier_model: str | None = flag(
+        None, "Folder or Hugging Face name of the model that the verifier nli asks."
+    )
+    semantic_index_tokens: int = flag(
+        131_072, "Tokens whose meaning is remembered; the oldest make room."
+    )
+
+    heal: bool = flag(
+        False, "When idle, compute exactly what was served approximately, for whoever asks again."
+    )
+    heal_queue: int = flag(256, "Prompts that may wait for that; the oldest give way.")
+
+    def problems(self) -> list[str]:
+        found = positive(
+            self,
+            "min_span",
+            "min_suffix",
+            "stride",
+            "time_budget_ms",
+            "heal_queue",
+        )
+        found += positive(self, "semantic_budget_ms", "semantic_index_tokens")
+        found += positive(self, "semantic_min_span")
+        found += share(self, "min_reuse_ratio", "max_share", "refresh")
+        found += share(self, "semantic_threshold", "semantic_max_share")
+        for name in ("self_check_max_kl", "self_check_max_decoys"):
+            if not getattr(self, name) >= 0:
+                found.append(
+                    f"{flag_name(self, name)} must be 0 or more, not {getattr(self, name)}"
+                )
+        if self.sink_tokens < 0:
+            found.append(f"--fuzzy-sink-tokens counts tokens, so not {self.sink_tokens}")
+        if self.min_span < 2 * self.stride - 1:
+            found.append(
+                f"--fuzzy-min-span {self.min_span} is below 2 x --fuzzy-stride - 1 = "
+                f"{2 * self.stride - 1}, the shortest run that is sure to be found: "
+                "raise the one or lower the other"
+            )
+        return found

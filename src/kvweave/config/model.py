@@ -1,0 +1,38 @@
+"""Settings of the model: which one, its number type, its device and its attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvweave.config.base import flag, positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What is served, and in which numbers."""
+
+    model: str | None = flag(
+        None,
+        "Folder, Hugging Face name or GGUF file; without it, the packaged SmolLM2-135M-Instruct.",
+    )
+    tokenizer: str | None = flag(
+        None, "Folder or name of the tokenizer, when it is not the model's."
+    )
+    revision: str | None = flag(None, "Hub revision of the model.")
+    served_model_name: str | None = flag(None, "Name that clients use; the model's own without it.")
+    dtype: str = flag(
+        "auto", "Number type of weights and KV.", choices=("auto", "float32", "bfloat16")
+    )
+    device: str = flag("auto", "Torch device: auto, cpu, cuda, cuda:1.")
+    context_length: int | None = flag(
+        None, "Longest prompt plus output; the model's own without it."
+    )
+    attention_backend: str = flag(
+        "auto", "Who computes attention.", choices=("auto", "cpu", "sdpa", "flashinfer")
+    )
+    chat_template: str | None = flag(
+        None, "File with a Jinja chat template, instead of the model's."
+    )
+
+    def problems(self) -> list[str]:
+        return positive(self, "context_length")
