@@ -237,7 +237,7 @@ def test_what_could_change_the_answers_is_measured_anew(
     elif changed == "model":
         model = replace(model, identity="another")
     elif changed == "version":
-        monkeypatch.setattr("kvweave.__version__", "999")
+        monkeypatch.setattr(gate, "__version__", "999")
     else:
         monkeypatch.setattr(
             model.tokenizer, "chat_template", "{{ messages[0].content }} Well:", raising=False
