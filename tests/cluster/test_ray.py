@@ -287,7 +287,9 @@ def test_an_engine_that_ends_no_step_counts_as_dead(monkeypatch):
         replica._engine = Mock(alive=True, run_on_engine_thread=Mock(side_effect=run))
         replica._answering, replica._asked = 0, None
         await replica.check_health()
-        assert not replica._engine.look.called  # nobody waits: healing is not disturbed
+        assert (
+            not replica._engine.run_on_engine_thread.called
+        )  # nobody waits: healing is not disturbed
         replica._answering = 1
         await replica.check_health()
         steps.set()

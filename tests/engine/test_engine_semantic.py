@@ -188,7 +188,7 @@ def test_questions_and_exact_requests_are_computed(office: Office) -> None:
 
 
 def test_an_embedder_that_is_killed_costs_nobody_an_answer(office: Office) -> None:
-    desk = office.cache._guard._provider.desk  # type: ignore[attr-defined]
+    desk = office.cache._guard._provider.queue  # type: ignore[attr-defined]
     failed = desk.counts["failed"]
     desk._embedder._process._running[0].kill()
     assert office.ask("Nobody has ever asked for this before, nor will again.").token_ids

@@ -56,7 +56,7 @@ POOL = lambda world: world.engine.cache.pool  # noqa: E731
 PHASES = {
     "made": Phase(before(MAKER, "make", lambda s, _: [s.group.request.rid]), times=(1,)),
     "matched": Phase(before(cache_of, "match", by_rid), fails=False),
-    "awaiting its producer": Phase(before(cache_of, "promised", by_rid)),
+    "awaiting its producer": Phase(before(cache_of, "pending_prefix", by_rid)),
     "leased": Phase(before(cache_of, "lease", by_rid)),
     "provider": Phase(before(provider_of, "match", by_rid), fails=False, fuzzy=True),
     "nonsense": Phase(nonsense, fails=False, fuzzy=True),

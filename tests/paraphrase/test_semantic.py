@@ -147,7 +147,7 @@ def test_nor_is_it_served_what_others_propose(world: SemanticWorld) -> None:
 def test_nothing_is_embedded_for_later_while_a_request_holds_pages(world: SemanticWorld) -> None:
     busy = world.start(world.text.encode(story(9, 4)))
     world.serve(world.text.encode(prompt(DONOR)))
-    desk = world.provider.desk
+    desk = world.provider.queue
     assert not desk.settle(20 * desk._quiet)
     assert world.meaning.texts == []
     world.finish(busy)
@@ -159,7 +159,7 @@ def test_a_cache_that_nobody_holds_is_let_go(monkeypatch: pytest.MonkeyPatch) ->
     world = SemanticWorld(monkeypatch)
     world.teach(prompt(DONOR))
     world.ask(prompt(ASKED))
-    cache, desk = weakref.ref(world.cache), weakref.ref(world.provider.desk)
+    cache, desk = weakref.ref(world.cache), weakref.ref(world.provider.queue)
     monkeypatch.undo()
     del world
     for _ in range(400):
@@ -279,7 +279,7 @@ def test_donors_go_with_their_pages(world: SemanticWorld) -> None:
 def test_pages_that_change_hands_before_they_are_embedded_are_forgotten(
     world: SemanticWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = world.provider.desk
+    desk = world.provider.queue
     desk._quiet = 1e9  # nothing happens in the background
     world.serve(world.text.encode(prompt(DONOR)))
     world.cache.evict(10_000)
@@ -346,7 +346,7 @@ def test_an_embedder_that_fails_leaves_what_was_moved(world: SemanticWorld) -> N
         running = world.ask(prompt(ASKED))
         assert {span.tier for span in running.lease.plan.spans} == {Tier.MOVED}
         world.finish(running)
-    assert world.provider.desk.dead
+    assert world.provider.queue.dead
     world.meaning.fails = False
     known = len(world.meaning.texts)
     world.teach(story(20))
@@ -359,7 +359,7 @@ def test_one_that_is_late_has_it_ready_for_the_next(
 ) -> None:
     world.teach(prompt(DONOR))
     monkeypatch.setattr(world.provider, "_seconds", 0.0)
-    world.provider.desk.vectors(["warm the thread up"], 5)
+    world.provider.queue.vectors(["warm the thread up"], 5)
     first = world.ask(prompt(ASKED))
     world.settle()
     second = world.ask(prompt(ASKED))

@@ -277,7 +277,7 @@ def test_an_embedder_that_fails_too_often_is_not_asked_again_by_anybody() -> Non
         time.sleep(0.005)
     assert desk.dead
     assert len(asked) == 3
-    assert not any((desk._urgent, desk._coming, desk._errands))
+    assert not any((desk._urgent, desk._coming, desk._tasks))
 
 
 def test_an_errand_that_raises_costs_only_itself(caplog: pytest.LogCaptureFixture) -> None:

@@ -128,11 +128,11 @@ def test_one_that_hangs_costs_a_request_no_more_than_the_budget_once(
     donors = [f"A child requires a big visa of kind k{at} for it." for at in range(4)]
     asked = [f"A kid needs a large visa of kind k{at} for it." for at in range(4)]
     world.teach(f"{HEAD} {' '.join(donors)} {TAIL}{QUESTION}")
-    world.provider.desk.vectors(asked, 20)  # these are known, and wait for nothing
+    world.provider.queue.vectors(asked, 20)  # these are known, and wait for nothing
     let = threading.Event()
     fake.does = lambda: let.wait(60) and None
     waits: list[float] = []
-    bench = world.cache.paraphrases._bench
+    bench = world.cache.paraphrases._verifier
     assert bench is not None
     run = bench._worker.run
     bench._worker.run = lambda call, left: waits.append(left) or run(call, left)  # type: ignore[method-assign,func-returns-value]

@@ -114,7 +114,7 @@ def test_what_is_evicted_before_it_could_be_used_changes_nothing(ask, engine, mo
         found, engine.known = at(engine), SeenPrompts()
         return found
 
-    monkeypatch.setattr(engine, "look", once)
+    monkeypatch.setattr(engine, "run_on_engine_thread", once)
     answer, request = ask(message(A, B), reorder={"parts": [0, 1]})
     assert request.prompt_ids == plain.prompt_ids
     assert answer["kvweave_order"]["parts"] == [0, 1]
