@@ -80,6 +80,23 @@ def test_spans_are_whole_pages(page_size: int) -> None:
     assert lent == len(DOCUMENT) // page_size * page_size
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_no_span_passes_the_limit_of_the_key(page_size: int) -> None:
+    """SGLang limits a key where it needs logits of prompt tokens: those have to be computed."""
+    server = _taught(page_size=page_size)
+    prompt = _prompt(OTHER, DOCUMENT, QUESTION, [9])
+    req = fake.Req("limited", prompt)
+    whole = server.match(req)
+    for limit in (len(OTHER) + 21, len(OTHER), 6, None):
+        key = fake.RadixKey(req.full_untruncated_fill_ids, None, limit)
+        result = server.cache.match_prefix(fake.MatchPrefixParams(key, req))
+        promised = result.device_prefix_len + result.host_hit_length
+        assert promised <= (len(prompt) if limit is None else limit)
+        if limit == len(OTHER) + 21:
+            assert result.host_hit_length == 21 // page_size * page_size
+    assert result.host_hit_length == whole
+
+
 @pytest.mark.parametrize(
     ("teacher", "asker"),
     [

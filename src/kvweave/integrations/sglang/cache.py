@@ -75,6 +75,8 @@ class _Found(NamedTuple):
 
     exact: int
     length: int
+    limit: int | None
+    """Tokens of the prompt that a prefix may cover, if SGLang set one (`RadixKey.limit`)."""
     version: int
     pieces: list[Candidate]
 
@@ -126,16 +128,16 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def _look_up(self, req: Any, key: RadixKey, exact: int) -> _Found:
         known = self._found.get(req)
         length = len(key.token_ids)
-        if known is not None and known[:3] == (exact, length, self.mirror.version):
+        if known is not None and known[:4] == (exact, length, key.limit, self.mirror.version):
             return known
         view = RequestView(req.rid, as_tokens(key.token_ids), namespace_of(key))
         pieces: list[Candidate] = []
         for _ in range(_STALE_TRIES):
-            pieces = self.mirror.find(view, exact)
+            pieces = self.mirror.find(view, exact, key.limit)
             if all(self._donor(piece, view.namespace) is not None for piece in pieces):
                 break
             pieces = []
-        found = _Found(exact, length, self.mirror.version, pieces)
+        found = _Found(exact, length, key.limit, self.mirror.version, pieces)
         self._found[req] = found
         return found
 

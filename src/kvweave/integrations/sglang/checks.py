@@ -37,7 +37,7 @@ CONTRACT: Mapping[str, tuple[str, ...]] = {
     ),
     f"{_CACHE}.base_prefix_cache:EvictParams": ("num_tokens",),
     f"{_CACHE}.base_prefix_cache:InitLoadBackParams": ("best_match_node", "host_hit_length", "req"),
-    f"{_CACHE}.radix_cache:RadixKey": ("token_ids", "extra_key", "cache_salt"),
+    f"{_CACHE}.radix_cache:RadixKey": ("token_ids", "extra_key", "limit", "cache_salt"),
     f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.match_prefix": ("params",),
     f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.supports_fast_match_prefix": (),
     f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.init_load_back": ("params",),

@@ -104,10 +104,10 @@ class Mirror:
         assert taken is not None
         return taken
 
-    def find(self, view: RequestView, exact: int) -> list[Candidate]:
+    def find(self, view: RequestView, exact: int, limit: int | None = None) -> list[Candidate]:
         """Runs that serve the prompt from position `exact` on without a gap, in order.
 
-        Whole pages together, if any. Every token is compared; whether SGLang still has the KV is
+        Whole pages together, if any, and no token at or behind position `limit`. Every token is compared; whether SGLang still has the KV is
         another question.
         """
         runs = [
@@ -122,7 +122,7 @@ class Mirror:
                 break
             chain.append(piece)
             front = piece.end
-        return _whole_pages(chain, exact, self._size)
+        return _whole_pages(chain, exact, self._size, limit)
 
     def path(self, piece: Candidate) -> IntArray:
         """The tokens of a donor's prompt up to the end of the page that holds the run's end."""
@@ -187,11 +187,14 @@ class Mirror:
         return {"pages": self._tree.cached_pages, **self._guard.stats()}
 
 
-def _whole_pages(chain: list[Candidate], start: int, size: int) -> list[Candidate]:
-    """`chain`, which begins at `start` (a multiple of `size`), cut to whole pages."""
+def _whole_pages(
+    chain: list[Candidate], start: int, size: int, limit: int | None
+) -> list[Candidate]:
+    """`chain`, which begins at `start` (a multiple of `size`), cut to whole pages below `limit`."""
     if not chain:
         return []
-    end = start + (chain[-1].end - start) // size * size
+    end = chain[-1].end if limit is None else min(chain[-1].end, limit)
+    end = start + max(0, end - start) // size * size
     kept = [piece for piece in chain if piece.start < end]
     if kept and kept[-1].end > end:
         kept[-1] = replace(kept[-1], length=end - kept[-1].start)
