@@ -1,4 +1,4 @@
-"""The gate before text that moves: what it measures, concludes, remembers and does."""
+"""The self-check: measuring, the verdict, the kept result, and the fallback to exact reuse."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def config_of(**fuzzy: object) -> EngineConfig:
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where results are kept: nowhere that another test, or a person, looks."""
+    """A folder of results for this test alone."""
     monkeypatch.setattr(gate, "cache_folder", lambda: tmp_path)
     return tmp_path / "self-checks"
 
 
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch) -> list[list[Measured]]:
-    """What measuring will find, one list per time; it fails when it is asked more often."""
+    """Figures that the next measurements return, one list each; a further measurement fails."""
     found: list[list[Measured]] = []
     monkeypatch.setattr(gate, "measure", lambda *_: found.pop(0))
     return found
@@ -130,8 +130,8 @@ def test_near_duplicates_differ_in_the_fact_and_everything_moves(model: LoadedMo
         ([GOOD] * 6 + [MISLED], {}, "1 of 1 answers gave the fact of another"),
         ([GOOD] * 6 + [MISLED], {"self_check_max_decoys": 1}, None),
         ([GOOD] * 6 + [replace(MISLED, cold="neither")], {}, None),
-        ([GOOD] * 5 + [replace(GOOD, moved=0)], {}, "only 5 of 6 prompts"),
-        ([], {}, "only 0 of 0 prompts"),
+        ([GOOD] * 5 + [replace(GOOD, moved=0)], {}, "not be measured, since only 5 of 6 prompts"),
+        ([], {}, "not be measured, since only 0 of 0 prompts"),
     ],
 )
 def test_one_sentence_says_what_was_measured_and_what_to_do(
@@ -179,7 +179,7 @@ def test_a_model_that_passes_keeps_its_backend(
     assert config == config_of()
 
 
-def test_whoever_requires_it_is_told_before_the_start(
+def test_a_required_check_that_fails_refuses_the_start(
     model: LoadedModel, measuring: list[list[Measured]]
 ) -> None:
     measuring += [[MISLED] * 6]
@@ -187,7 +187,7 @@ def test_whoever_requires_it_is_told_before_the_start(
         guarded(config_of(self_check="require"), model)
 
 
-def test_nothing_is_measured_where_nothing_is_approximate_or_nobody_asks(
+def test_exact_backends_and_a_disabled_check_are_not_measured(
     model: LoadedModel, measuring: list[list[Measured]]
 ) -> None:
     exact = EngineConfig(cache=CacheConfig(prefix_cache_backend="radix"))
@@ -213,16 +213,38 @@ def test_the_second_start_measures_nothing(
     measuring += [[GOOD] * 5 + [RIGHT]]
     first = check_model(config_of(), model)
     assert check_model(config_of(), model) == first
-    # Thresholds judge; they do not change what was measured.
+    # Thresholds judge; they do not change the figures. Nor does the size of the pool.
     assert not check_model(config_of(self_check_max_kl=0.001), model).passed
     assert check_model(config_of(time_budget_ms=10.0), model) == first
+    small = replace(config_of(), cache=replace(config_of().cache, max_total_tokens=4096))
+    assert check_model(small, model) == first
     measuring += [[replace(GOOD, kl=2.0)] * 6]
     assert not check_model(config_of(), model, afresh=True).passed
     assert not check_model(config_of(), model).passed
     assert len(list(kept.iterdir())) == 1
 
 
-@pytest.mark.parametrize("changed", ["settings", "model", "version", "template"])
+def test_too_few_moved_prompts_are_no_pass_and_are_not_remembered(
+    model: LoadedModel, measuring: list[list[Measured]]
+) -> None:
+    measuring += [[GOOD] * 5 + [replace(GOOD, moved=0)] * 17, [GOOD] * 6]
+    check = check_model(config_of(), model)
+    assert not check.passed
+    assert not check.conclusive
+    assert "raise that limit" not in check.sentence, "no limit was exceeded"
+    assert check_model(config_of(), model).passed
+
+
+CHANGES = {
+    "fuzzy": {"sink_tokens": 9},
+    "cache": {"page_size": 1024},
+    "model": {"attention_backend": "sdpa"},
+    "scheduler": {"chunked_prefill_size": 64},
+}
+LOADED_CHANGES = {"identity": "another", "context_length": 64}
+
+
+@pytest.mark.parametrize("changed", [*CHANGES, *LOADED_CHANGES, "version", "torch", "template"])
 def test_what_could_change_the_answers_is_measured_anew(
     model: LoadedModel,
     measuring: list[list[Measured]],
@@ -232,12 +254,15 @@ def test_what_could_change_the_answers_is_measured_anew(
     measuring += [[GOOD] * 6, [replace(GOOD, kl=1.0)] * 6]
     config = config_of()
     check_model(config, model)
-    if changed == "settings":
-        config = config_of(sink_tokens=9)
-    elif changed == "model":
-        model = replace(model, identity="another")
+    if changed in CHANGES:
+        group = replace(getattr(config, changed), **CHANGES[changed])
+        config = replace(config, **{changed: group})
+    elif changed in LOADED_CHANGES:
+        model = replace(model, **{changed: LOADED_CHANGES[changed]})
     elif changed == "version":
         monkeypatch.setattr(gate, "__version__", "999")
+    elif changed == "torch":
+        monkeypatch.setattr("torch.__version__", "999")
     else:
         monkeypatch.setattr(
             model.tokenizer, "chat_template", "{{ messages[0].content }} Well:", raising=False

@@ -1,1 +1,1 @@
-"""Measures, at start, whether a model stands it that its KV is moved."""
+"""The self-check at start: measures how moved KV changes a model's answers."""

@@ -1,4 +1,4 @@
-"""Prompts of the self-check: each with the earlier prompt whose KV is to be moved into it."""
+"""Prompt pairs of the self-check: a donor, and a recipient into which the donor's KV is moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvweave.kv.pool import IntArray
 
 MOVED, REORDERED, NEAR_DUPLICATE = KINDS = ("moved", "reordered", "near-duplicate")
 _ORDERS = ((2, 0, 3, 1), (3, 1, 0, 2), (1, 3, 2, 0), (2, 1, 3, 0))
-"""In none of them do two neighbours stay neighbours in the same order."""
+"""No order keeps two neighbouring passages together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class SelfCheckCase:
 
 
 def build_cases(tokenizer: Any) -> list[SelfCheckCase]:
-    """All cases in a model's tokens; whoever takes the first few of them takes some of each kind.
+    """All cases in a model's tokens, the kinds alternating, so that the first few hold each kind.
 
     `tokenizer` is a transformers tokenizer; its chat template is used if it has one.
     """
@@ -49,7 +49,7 @@ def build_cases(tokenizer: Any) -> list[SelfCheckCase]:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A case as text: what the user says."""
+    """A case as two user messages."""
 
     kind: str
     donor: str
@@ -59,7 +59,7 @@ class _Written:
 
 
 def _moved() -> Iterator[_Written]:
-    """Three passages behind another instruction and before another question."""
+    """Three passages after another instruction and before another question."""
     for number, question in enumerate(QUESTIONS):
         text = [PASSAGES[(number + at) % len(PASSAGES)] for at in range(3)]
         yield _Written(
@@ -81,7 +81,7 @@ def _reordered() -> Iterator[_Written]:
 
 
 def _near_duplicates() -> Iterator[_Written]:
-    """Two passages with a fact between them, which is another one in the donor."""
+    """Two passages with a fact between them whose value differs in the donor."""
     for number, fact in enumerate(FACTS):
         before, after = (PASSAGES[(number + at) % len(PASSAGES)] for at in (0, 5))
         recipient, donor = (

@@ -1,7 +1,7 @@
-"""Decides whether a model may be served with moved KV, from what it did to known prompts.
+"""Decides whether a model may be served with moved KV, from measurements on known prompts.
 
-A model that cannot be served so falls back to exact reuse before its engine is built: the engine
-gets another backend's name in its settings, and nothing below has to know why.
+A model that fails, or that cannot be measured, is served with exact reuse: the engine's settings
+get the exact backend's name before the engine is built.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+import transformers
 import xxhash
 
 from kvweave.config import EngineConfig, FuzzyConfig
@@ -29,38 +31,58 @@ from kvweave.models.load import LoadedModel
 from kvweave.prefix.registry import exact_form
 from kvweave.version import __version__
 
-_WITHOUT_EFFECT = ("fuzzy_self_check", "fuzzy_time_budget", "fuzzy_heal")
-"""What settings begin with that change no answer of the self-check."""
+_WITHOUT_EFFECT = (
+    "fuzzy_self_check",  # thresholds judge the figures, and do not change them
+    "fuzzy_time_budget",
+    "fuzzy_heal",
+    "max_total_tokens",  # the check's engine has a pool of its own
+    "mem_fraction",
+    "kv_events",
+)
+"""Settings whose names begin so do not change the figures. A setting that is not listed counts."""
+
+OFF, REQUIRE = "off", "require"
+"""Values of --fuzzy-self-check beside "on"."""
+_ENOUGH = 6
+"""Prompts that must have been served with moved KV for a judgement."""
+
+_log = logging.getLogger("kvweave.engine")
 
 Key = Mapping[str, Any]
 
 
 def key_of(config: EngineConfig, loaded: LoadedModel, cases: Sequence[SelfCheckCase]) -> Key:
-    """All that the figures depend on, as JSON can write it.
+    """Everything that the figures depend on, as JSON can write it.
 
-    The prompts' tokens stand for the texts, the tokenizer and the chat template.
+    The prompts' tokens stand for the texts, the tokenizer and the chat template. The model's
+    identity covers its content, number type and KV layout.
     """
     prompts = xxhash.xxh3_128()
     for case in cases:
         for tokens in (case.donor, case.recipient):
             prompts.update(tokens.tobytes() + b";")
-    fuzzy = {
+    settings = {
         name: value
-        for name, value in values_of(config.fuzzy).items()
+        for group in (config.cache, config.fuzzy)
+        for name, value in values_of(group).items()
         if not name.startswith(_WITHOUT_EFFECT)
     }
     return {
         "kvweave": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "model": loaded.identity,
+        "context_length": loaded.context_length,
         "device": loaded.device.type,
         "attention": config.model.attention_backend,
+        "chunked_prefill_size": config.scheduler.chunked_prefill_size,
         "prompts": prompts.hexdigest(),
-        **fuzzy,
+        **settings,
     }
 
 
 def recall(key: Key) -> list[Measured] | None:
-    """What `remember` was given with this key; None if that is not known (any more)."""
+    """The figures that `remember` kept under this key, or None."""
     try:
         kept = json.loads(_file(key).read_text(encoding="utf-8"))
         if kept["key"] != key:
@@ -74,7 +96,7 @@ def recall(key: Key) -> list[Measured] | None:
 
 
 def remember(key: Key, measured: Sequence[Measured]) -> None:
-    """Keep it for `recall`, in any process. A folder that cannot be written costs a log line."""
+    """Keep figures for `recall` in any process; a folder that cannot be written is logged only."""
     file = _file(key)
     kept = {"key": key, "measured": [dataclasses.asdict(each) for each in measured]}
     try:
@@ -92,22 +114,19 @@ def _file(key: Key) -> Path:
     return cache_folder() / "self-checks" / f"{name}.json"
 
 
-_log = logging.getLogger("kvweave.engine")
-
-OFF, REQUIRE = "off", "require"
-"""Values of --fuzzy-self-check beside "on"."""
-_ENOUGH = 6
-"""Prompts that must have been served with moved KV for a judgement."""
-
-
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """What was measured, and what follows from it, in a sentence."""
+    """The verdict on a model, a sentence that states it, and the figures behind it."""
 
     passed: bool
     sentence: str
     measured: tuple[Measured, ...]
     """The prompts that were served with moved KV."""
+
+    @property
+    def conclusive(self) -> bool:
+        """Enough prompts were served with moved KV to judge the model; else it has not passed."""
+        return len(self.measured) >= _ENOUGH
 
     @property
     def kl(self) -> float | None:
@@ -133,10 +152,11 @@ class SelfCheck:
 def guarded(
     config: EngineConfig, loaded: LoadedModel, progress: Progress = silent
 ) -> tuple[EngineConfig, SelfCheck | None]:
-    """The settings to start an engine with: `config`, or its exact form if the model fails.
+    """The settings to start an engine with: `config`, or its exact form unless the model passes.
 
-    None without a check: the backend is exact, or the check is switched off. UnsupportedModelError
-    if the model fails and --fuzzy-self-check is `require`, or if its keys cannot be moved at all.
+    The second value is None without a check: the backend is exact, or the check is off. Raises
+    UnsupportedModelError if --fuzzy-self-check is `require` and the model does not pass, or if its
+    keys cannot be moved at all.
     """
     exact = exact_form(config.cache.prefix_cache_backend)
     if exact is None or config.fuzzy.self_check == OFF:
@@ -157,32 +177,35 @@ def check_model(
 ) -> SelfCheck:
     """Judge a model under the settings of an approximate backend; takes about a minute at most.
 
-    Unless `afresh`, figures of an earlier check of the same model, settings and version are used.
+    Unless `afresh`, the figures of an earlier check with the same key are used. Figures that are
+    too few for a judgement are not kept: a slow machine measures fewer prompts.
     """
     cases = build_cases(loaded.tokenizer)
     key = key_of(config, loaded, cases)
     measured = None if afresh else recall(key)
     if measured is None:
         _log.info(
-            "the self-check measures what moved text does to %s, on a small pool of its own; this "
-            "takes up to a minute, and the next start will know the result",
+            "the self-check measures how moved text changes the answers of %s; this takes up to a "
+            "minute, and the result is kept for the next start",
             loaded.name,
         )
         measured = measure(cases, config, loaded, progress)
-        remember(key, measured)
+        if judge(loaded.name, measured, config).conclusive:
+            remember(key, measured)
     return judge(loaded.name, measured, config)
 
 
 def judge(name: str, measured: Sequence[Measured], config: EngineConfig) -> SelfCheck:
-    """Whether the figures keep to the thresholds, said of the model called `name`."""
+    """Compare the figures of the model called `name` with the thresholds."""
     served = tuple(each for each in measured if each.moved)
     check = SelfCheck(True, "", served)
     reasons = _reasons(check, len(measured), config.fuzzy)
     if reasons:
         exact = exact_form(config.cache.prefix_cache_backend)
+        remedy = "raise that limit or " if check.conclusive else ""
         sentence = (
             f"{name} is served with exact reuse only ({exact}): {', and '.join(reasons)}; to move "
-            "text all the same, raise that limit or say --fuzzy-self-check off"
+            f"text all the same, {remedy}say --fuzzy-self-check off"
         )
         return replace(check, passed=False, sentence=sentence)
     sentence = (
@@ -193,11 +216,12 @@ def judge(name: str, measured: Sequence[Measured], config: EngineConfig) -> Self
 
 
 def _reasons(check: SelfCheck, tried: int, limits: FuzzyConfig) -> list[str]:
-    """What speaks against moving this model's KV, each as part of a sentence."""
-    if len(check.measured) < _ENOUGH or check.kl is None:
+    """The reasons against moving this model's KV, each as part of a sentence."""
+    if not check.conclusive or check.kl is None:
         return [
-            f"only {len(check.measured)} of {tried} prompts that fit into its context could be "
-            "served with moved text under these flags, too few to judge it"
+            f"moved text could not be measured, since only {len(check.measured)} of {tried} "
+            f"prompts of the self-check could be served with it under these flags ({_ENOUGH} are "
+            "needed; a smaller --page-size or a longer --context-length helps)"
         ]
     found = []
     most_kl, most_misled = limits.self_check_max_kl, limits.self_check_max_decoys

@@ -1,4 +1,4 @@
-"""Serves every prompt cold and with moved KV, on an engine of its own, and compares the two."""
+"""Serves the self-check's prompts cold and with moved KV, and compares the two."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def words(text: str) -> list[str]:
 
 
 def verdict(answer: str, gold: str, decoy: str | None = None) -> Verdict:
-    """Which fact an answer gives: the one of the two phrases that it says first, as whole words.
+    """Which of two facts an answer gives: the phrase that occurs first in it, as whole words.
 
-    What comes first counts, because a small model that has answered often goes on talking.
+    Only the first counts, since a small model often goes on talking after its answer.
     """
     said = words(answer)
     at_gold = _index(said, words(gold))
@@ -51,24 +51,24 @@ def verdict(answer: str, gold: str, decoy: str | None = None) -> Verdict:
         return "neither" if at_decoy is None else "decoy"
     if at_decoy is None:
         return "gold"
-    # "450 litres" and "450 litres an hour" begin together: the longer phrase is what was said.
+    # "450 litres" and "450 litres an hour" begin together: the longer phrase is the answer.
     if at_decoy == at_gold:
         return "gold" if len(words(gold)) >= len(words(decoy or "")) else "decoy"
     return "gold" if at_gold < at_decoy else "decoy"
 
 
 def _index(said: list[str], phrase: list[str]) -> int | None:
-    """Where `phrase` begins among the words of `said`; None if it does not occur."""
+    """The index of the first occurrence of `phrase` in `said`, or None."""
     width = len(phrase)
     starts = (at for at in range(len(said) - width + 1) if said[at : at + width] == phrase)
     return next(starts, None) if width else None
 
 
 ANSWER = 20
-"""Most tokens of an answer in which a fact is looked for."""
+"""Tokens of an answer that are searched for a fact."""
 _SECONDS = 50.0
 _LEAST = 6
-"""Cases that are measured however long they take."""
+"""Cases that are measured even after the time is up."""
 _WHAT = "Checking moved KV"
 
 
@@ -76,7 +76,7 @@ _WHAT = "Checking moved KV"
 class Measured:
     """One prompt, cold and warm. `kl`: of its next token, in nats; `moved`: tokens so served.
 
-    `cold` and `warm` say which fact the answers gave, gold, decoy or neither; None: none was asked.
+    `cold` and `warm`: which fact the answers gave (gold, decoy, neither); None without a question.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class Measured:
 
     @property
     def misled(self) -> bool:
-        """The donor's fact was given where the prompt's own is given cold."""
+        """The warm answer gives the donor's fact, and the cold answer the prompt's own."""
         return self.cold == "gold" and self.warm == "decoy"
 
 
@@ -98,18 +98,18 @@ def measure(
     loaded: LoadedModel,
     progress: Progress = silent,
 ) -> list[Measured]:
-    """The cases that this model's context holds, as many as fit into the time, in order."""
+    """Measure the cases that fit into the model's context, in order, until the time is up."""
     fitting = [case for case in cases if _longest(case) + ANSWER <= loaded.context_length]
     if not fitting:
         return []
-    bench = _Measurement(config, loaded, max(map(_longest, fitting)))
+    measurement = _Measurement(config, loaded, max(map(_longest, fitting)))
     deadline = time.monotonic() + _SECONDS
     measured: list[Measured] = []
     for case in fitting:
         if len(measured) >= _LEAST and time.monotonic() > deadline:
             break
         progress(_WHAT, len(measured), len(fitting))
-        measured.append(bench.measure(case))
+        measured.append(measurement.measure(case))
     progress(_WHAT, len(fitting), len(fitting))
     return measured
 
@@ -119,17 +119,18 @@ def _longest(case: SelfCheckCase) -> int:
 
 
 class _Measurement:
-    """A small engine with the flags of the one that is to be started, and a recorder inside."""
+    """A small engine with the flags of the engine to be started, and a logit recorder inside."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, longest: int) -> None:
         page = config.cache.page_size
-        # Donor and recipient, each with an answer and a page that is not full.
+        # Donor and recipient, each with an answer and a partly filled page.
         room = 2 * (longest + ANSWER + page)
-        # Nobody follows this cache, and the addresses belong to the engine that comes after it.
+        # Without events: their addresses belong to the engine that starts after the check.
         cache = replace(
             config.cache, max_total_tokens=-(-room // page) * page, kv_events_config=None
         )
-        config = replace(config, cache=cache, scheduler=SchedulerConfig())
+        chunk = config.scheduler.chunked_prefill_size
+        config = replace(config, cache=cache, scheduler=SchedulerConfig(chunked_prefill_size=chunk))
         components = build_components(config, loaded)
         self.recorder = LogitRecorder(components.runner)
         self.engine = Engine(config, loaded, replace(components, runner=self.recorder))
@@ -155,7 +156,7 @@ class _Measurement:
         )
 
     def _serve(self, prompt: IntArray, tokens: int, *, fuzzy: bool, afresh: bool = True) -> int:
-        """Answer greedily, with an empty cache if `afresh`; how many tokens came from elsewhere."""
+        """Answer greedily, with an empty cache if `afresh`; returns the tokens that were moved."""
         if afresh:
             self.engine.flush_cache()
         self.recorder.begin()

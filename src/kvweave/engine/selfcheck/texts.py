@@ -1,4 +1,4 @@
-"""The texts that the self-check moves about: passages, what stands around them, facts in them."""
+"""Texts of the self-check: passages, instructions, questions, and facts that can be swapped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INSTRUCTIONS = (
     "style changes from one section to the next. Take your time, look up what is asked for at the "
     "end, and answer in a few words. Do not add an explanation.",
 )
-"""What stands before a text. Of different lengths, so that the text moves by tens of tokens."""
+"""Instructions before a text. Their lengths differ, so the text moves by tens of tokens."""
 
 PASSAGES = (
     """A canal lock lets a boat climb a hill without a slope. It is a chamber with a pair of

@@ -107,8 +107,8 @@ class Mirror:
     def find(self, view: RequestView, exact: int, limit: int | None = None) -> list[Candidate]:
         """Runs that serve the prompt from position `exact` on without a gap, in order.
 
-        Whole pages together, if any, and no token at or behind position `limit`. Every token is compared; whether SGLang still has the KV is
-        another question.
+        Whole pages together, if any, and no token at or behind position `limit`. Every token is
+        compared; whether SGLang still has the KV is another question.
         """
         runs = [
             run
