@@ -63,8 +63,7 @@ def key_of(config: EngineConfig, loaded: LoadedModel, cases: Sequence[SelfCheckC
             prompts.update(tokens.tobytes() + b";")
     settings = {
         name: value
-        for group in (config.cache, config.fuzzy)
-        for name, value in values_of(group).items()
+        for name, value in values_of(config.cache, config.fuzzy).items()
         if not name.startswith(_WITHOUT_EFFECT)
     }
     return {
