@@ -163,20 +163,62 @@ def test_who_was_told_to_be_exact_does_not_come_back_as_anything_else():
     cache.evict(cache.cached_pages)
     # Its text comes to stand elsewhere before it comes back.
     world.engine.add(request("donor", wrapped(2, DOCUMENT), 3, priority=1))
-    lend, plans = cache.lease, []
-
-    def lent(view):
-        lease = lend(view)
-        plans.append((view.rid, lease.plan.approximate))
-        return lease
-
-    cache.lease = lent
+    plans = plans_of(world)
     world.run()
     assert plans == [("donor", False), ("exact", False)]
     assert world.answers["exact", 0].usage.moved_tokens == 0
     assert world.ids("exact") == oracle_answer(exact.prompt_ids, 30)
     world.run(request("moved", wrapped(3, DOCUMENT), 3))
     assert plans[-1] == ("moved", True)
+
+
+def plans_of(world: World) -> list[tuple[str, bool]]:
+    """Every lease from now on: the request and whether its plan is approximate."""
+    lend, plans = world.engine.cache.lease, []
+
+    def lent(view):
+        lease = lend(view)
+        plans.append((view.rid, lease.plan.approximate))
+        return lease
+
+    world.engine.cache.lease = lent
+    return plans
+
+
+def test_all_answers_of_a_request_that_counts_as_exact_are_exact():
+    """The second could be served from the page that the first has published: text repeats itself."""
+    world = fuzzy_world(128)
+    plans = plans_of(world)
+    text = prompt(128, 3)
+    tokens = text + text[10:110]
+    world.run(request("r", tokens, 8, n=3))
+    assert plans == [("r", False)] * 3
+    for index in range(3):
+        assert world.ids("r", index) == oracle_answer(tokens, 8)
+        assert world.answers["r", index].plan == ()
+        assert world.answers["r", index].usage.moved_tokens == 0
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_answers_of_an_exact_request_stay_exact_after_eviction_and_preemption(preempted):
+    world = fuzzy_world(16, max_running_requests=1)
+    tokens = wrapped(1, DOCUMENT)
+    world.engine.add(request("r", tokens, 20, n=2))
+    scheduler, cache = world.engine.scheduler, world.engine.cache
+    while not world.answers["r", 0].finish_reason:
+        world.step()
+    if preempted:
+        while not world.answers["r", 1].token_ids:
+            world.step()
+        scheduler._preempt(scheduler.running[0])
+    plans = plans_of(world)
+    cache.evict(cache.cached_pages)
+    # The same text comes to stand elsewhere before the second answer is admitted.
+    world.engine.add(request("donor", wrapped(2, DOCUMENT), 3, priority=1))
+    world.run()
+    assert plans == [("donor", False), ("r", False)]
+    for index in range(2):
+        assert world.ids("r", index) == oracle_answer(tokens, 20)
 
 
 FAMILIES = [prompt(90, seed) for seed in range(4)]

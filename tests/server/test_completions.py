@@ -242,6 +242,19 @@ def test_the_plan_is_told_on_request(client, engine):
     assert complete(client, return_plan=True)["kvweave_plan"] == expected
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_served_otherwise_has_a_plan_of_its_own(client, engine, stream):
+    engine.plan = (Span(2, 3, "other", 40),)
+    engine.plans = {1: (Span(2, 5, "third", 7),)}
+    if stream:
+        seen = [event.get("kvweave_plan", []) for event in events(client, return_plan=True, n=3)]
+        plan = [span for spans in seen for span in spans]
+    else:
+        plan = complete(client, return_plan=True, n=3)["kvweave_plan"]
+    told = [(span.get("answer"), span["donor"], span["length"]) for span in plan]
+    assert sorted(told, key=str) == [(1, "third", 5), (None, "other", 3)]
+
+
 def test_a_slow_reader_gets_fewer_longer_pieces_and_the_whole_text(client, engine):
     body = {"prompt": "x", "max_tokens": 1500, "stream": True}
     with client.stream("POST", "/v1/completions", json=body) as reply:

@@ -82,6 +82,8 @@ class FakeEngine:
         self.answer: Callable[[GenerateRequest, int], str] = lambda request, index: TEXT * 100
         self.usage = Usage()
         self.plan: tuple[Span, ...] = ()
+        self.plans: dict[int, tuple[Span, ...]] = {}
+        """Of answers that were served differently from the others."""
         self.known = SeenPrompts()
         """What `prefixes` gives; the salts under which it was asked for are in `salts`."""
         self.salts: list[str | None] = []
@@ -213,7 +215,7 @@ class FakeEngine:
                 moved_tokens=self.usage.moved_tokens,
                 paraphrase_tokens=self.usage.paraphrase_tokens,
             ),
-            plan=self.plan if first else (),
+            plan=self.plans.get(index, self.plan) if first else (),
             **more,
         )
 

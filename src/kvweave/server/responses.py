@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from kvweave.engine.types import Completion, OutputDelta
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.plan import Span, Tier
 from kvweave.server.protocol import GenerationBody
 from kvweave.server.request_metrics import RequestMetrics, usage_body
 from kvweave.server.streaming import Batch
@@ -147,6 +147,27 @@ class Envelope:
         return spans
 
 
+class _Plans:
+    """Tells each prompt's plan once, and again for every answer that was served otherwise."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self._envelope = envelope
+        self._first: dict[int, tuple[Span, ...]] = {}
+        self._seen: set[tuple[int, int]] = set()
+
+    def news(self, place: int, delta: OutputDelta) -> list[dict[str, Any]] | None:
+        """The spans to send with this delta; `answer` names the choice where plans differ."""
+        if (place, delta.index) in self._seen:
+            return None
+        self._seen.add((place, delta.index))
+        if place not in self._first:
+            self._first[place] = delta.plan
+            return self._envelope.plan(place, delta)
+        if delta.plan == self._first[place]:
+            return None
+        return [{**span, "answer": delta.index} for span in self._envelope.plan(place, delta)]
+
+
 class PlainWriter:
     """Collects everything and writes it as one object."""
 
@@ -154,14 +175,15 @@ class PlainWriter:
         self._envelope = envelope
         self._form = form
         self._answers: dict[tuple[int, int], Completion] = {}
-        self._plans: dict[int, list[dict[str, Any]]] = {}
+        self._plans = _Plans(envelope)
+        self._spans: list[tuple[int, int, list[dict[str, Any]]]] = []
 
     def add(self, batch: Batch) -> Iterable[dict[str, Any]]:
         """Collect; there is nothing to send yet."""
         for place, delta in batch:
             self._answer(place, delta.index).extend(delta)
-            if place not in self._plans:
-                self._plans[place] = self._envelope.plan(place, delta)
+            if (plan := self._plans.news(place, delta)) is not None:
+                self._spans.append((place, delta.index, plan))
         return ()
 
     def end(self) -> dict[str, Any]:
@@ -180,9 +202,8 @@ class PlainWriter:
         if envelope.order is not None:
             answer["kvweave_order"] = envelope.order
         if envelope.body.return_plan:
-            answer["kvweave_plan"] = [
-                span for place in sorted(self._plans) for span in self._plans[place]
-            ]
+            in_order = sorted(self._spans, key=lambda each: each[:2])
+            answer["kvweave_plan"] = [span for *_, spans in in_order for span in spans]
         return answer
 
     def _answer(self, place: int, index: int) -> Completion:
@@ -196,7 +217,7 @@ class StreamWriter:
     def __init__(self, envelope: Envelope, form: Format) -> None:
         self._envelope = envelope
         self._form = form
-        self._planned: set[int] = set()
+        self._plans = _Plans(envelope)
         self._order = envelope.order
         options = envelope.body.stream_options
         self._usage_at_end = options is not None and options.include_usage
@@ -206,10 +227,7 @@ class StreamWriter:
         """One event per choice that got longer."""
         envelope = self._envelope
         for place, delta in batch:
-            plan = None
-            if envelope.body.return_plan and place not in self._planned:
-                self._planned.add(place)
-                plan = envelope.plan(place, delta)
+            plan = self._plans.news(place, delta) if envelope.body.return_plan else None
             for index, choice in self._form.pieces(place, delta):
                 number = place * envelope.answers + index
                 event = envelope.around(self._form.chunk, [{"index": number, **choice}])

@@ -55,6 +55,8 @@ class PlanSpan(BaseModel):
     tier: Tier
     donor: str | None
     donor_start: int
+    answer: int | None = None
+    """The choice it is of, where a prompt's answers were served differently."""
 
 
 class UsedOrder(BaseModel):

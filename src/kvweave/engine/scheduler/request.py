@@ -25,6 +25,7 @@ class RequestGroup:
     __slots__ = (
         "admitted",
         "cached_tokens",
+        "counted_exact",
         "moved_tokens",
         "namespace",
         "paraphrase_tokens",
@@ -44,12 +45,15 @@ class RequestGroup:
         self.prompt_computed = False
         """Some answer's prompt has been computed to its end."""
         self.admitted = False
+        self.counted_exact = False
+        """The request was counted as exact: no answer of it may be served anything approximate."""
         self.cached_tokens = self.moved_tokens = self.refreshed_tokens = 0
         self.paraphrase_tokens = 0
 
     def count_reuse(self, plan: Plan) -> None:
-        """Remember what the first admission reused; siblings and returns do not count again."""
+        """Count what the first admission reused; siblings and returns are not counted again."""
         self.admitted = True
+        self.counted_exact = not plan.approximate
         self.cached_tokens = plan.exact
         self.paraphrase_tokens = plan.served_by(Tier.PARAPHRASE)
         self.moved_tokens = plan.served - self.paraphrase_tokens
@@ -105,7 +109,7 @@ class Sequence:
         self.recomputed: list[npt.NDArray[np.integer]] = []
         """Positions inside spans that are computed all the same, ascending."""
         self.stays_exact = False
-        """It was admitted as exact, and counted so: it does not come back as anything else."""
+        """It was admitted as exact and told so: it stays exact after a preemption."""
         self.scored = 0
         """Prompt tokens whose log probabilities are known, when they are wanted."""
         self.due: int | None = None
@@ -143,9 +147,11 @@ class Sequence:
         self._view = None
 
     def view(self) -> RequestView:
-        """What the cache may know; stable for as long as no token is added."""
-        if self._view is None:
-            request, protected = self.group.request, self.group.request.protected_from
+        """What the cache may know of it; cached until a token is added or it has to be exact."""
+        request = self.group.request
+        exact = self.scores_prompt or self.stays_exact or self.group.counted_exact
+        if self._view is None or (exact and self._view.fuzzy):
+            protected = request.protected_from
             if protected is None and self.generated:
                 # Caches would count from the end, and take the question for older text.
                 protected = 0
@@ -156,7 +162,7 @@ class Sequence:
                 priority=request.priority,
                 # A prompt token's log probability comes out of computing the token before it.
                 max_exact=self.scored if self.scores_prompt else None,
-                fuzzy=request.fuzzy and not (self.scores_prompt or self.stays_exact),
+                fuzzy=request.fuzzy and not exact,
                 protected_from=protected,
                 recompute=request.fuzzy_refresh,
                 semantic=request.fuzzy_semantic,
