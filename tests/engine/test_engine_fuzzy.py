@@ -186,7 +186,7 @@ def plans_of(world: World) -> list[tuple[str, bool]]:
 
 
 def test_all_answers_of_a_request_that_counts_as_exact_are_exact():
-    """The second could be served from the page that the first has published: text repeats itself."""
+    """The text repeats itself: the second answer could be served from a page of the first."""
     world = fuzzy_world(128)
     plans = plans_of(world)
     text = prompt(128, 3)

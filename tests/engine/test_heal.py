@@ -75,6 +75,34 @@ def test_after_idle_time_the_same_prompt_is_exact(page_size, chunk, monkeypatch)
     world.assert_idle()
 
 
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+def test_a_healed_prompt_hits_exactly_however_large_pages_are(page_size):
+    """More than the shortest span lies behind its last full page, and in a donor too."""
+    world = healing_world(page_size, pool_tokens=8192)
+    document = prompt(500, 1)
+    world.run(request("donor", wrapped(1, document, prompt(300, 2))))
+    tokens = wrapped(2, document[:499])
+    world.run(request("moved", tokens, 6))
+    assert world.answers["moved", 0].usage.moved_tokens > 400
+    idle(world)
+    for rid in ("again", "and again"):
+        world.run(request(rid, tokens, 6))
+        usage, whole = world.answers[rid, 0].usage, (len(tokens) - 1) // page_size * page_size
+        assert (usage.cached_tokens, usage.moved_tokens) == (whole, 0)
+        assert world.ids(rid) == oracle_answer(tokens, 6)
+        assert world.engine.snapshot().heals_waiting == 0
+    assert world.engine.snapshot().healed == 1
+
+
+def test_a_prompt_shorter_than_a_page_is_not_queued_for_healing():
+    world = healing_world(256, pool_tokens=8192)
+    world.run(request("donor", wrapped(1, DOCUMENT, prompt(300, 2))))
+    world.run(request("moved", wrapped(2, DOCUMENT), 3))
+    assert world.answers["moved", 0].usage.moved_tokens > 90
+    now = world.engine.snapshot()
+    assert (now.heals_waiting, now.heals_dropped) == (0, 0)
+
+
 def test_healing_is_no_request(small_chunks):
     world = healing_world()
     tokens = served_approximately(world)

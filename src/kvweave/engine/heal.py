@@ -111,6 +111,8 @@ class Healer:
         if not self._most or lease is None or not lease.plan.approximate:
             return
         tokens = sequence.tokens[: sequence.prompt_length].copy()
+        if not self._whole(tokens):
+            return  # shorter than a page: nothing of it can be cached
         standing = self._cache.eviction_key(lease.priority)
         prompt = _Prompt(
             lease.rid, lease.namespace, tokens, lease.priority, lease.semantic, standing

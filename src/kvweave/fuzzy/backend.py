@@ -107,7 +107,7 @@ class FuzzyCache(RadixCache):
         exact = super().pending_prefix(view, matched)
         if exact or not self.options.wait_for_pending or not self._allows(view):
             return exact
-        awaited = self._inflight.awaited(view, matched)
+        awaited = 0 if self._is_healed(view, matched) else self._inflight.awaited(view, matched)
         return matched + awaited if awaited else 0
 
     def stats(self) -> CacheStats:
@@ -138,6 +138,12 @@ class FuzzyCache(RadixCache):
             return Refusal("exact-only", "the request asked for an answer from exact KV only")
         if self._config.max_share == 0:
             return Refusal("max-share", "--fuzzy-max-share 0 demands exactness of every request")
+        if self._is_healed(view, exact):
+            return Refusal(
+                "healed",
+                "all full pages are cached exactly: the rest is computed, so that the "
+                "answer is exact",
+            )
         run = Candidate(start=start, length=length, page=-1, donor_start=donor_start)
         return refusal(run, len(view.tokens), exact, self._config)
 
@@ -163,10 +169,18 @@ class FuzzyCache(RadixCache):
         """How much of what is moved is computed again; all of it is nothing moved at all."""
         return self._config.refresh if view.recompute is None else view.recompute
 
+    def _is_healed(self, view: RequestView, exact: int) -> bool:
+        """Whether healing could add nothing to an exact prefix of `exact` tokens.
+
+        Less than a page is left to compute then. To serve some of it from moved KV would make the
+        answer approximate for ever, since the last page of a prompt is never full.
+        """
+        return self._config.heal and exact > 0 and exact == self._servable(view)
+
     def _pieces(self, view: RequestView, exact: int) -> list[Candidate]:
         """What to serve beyond the exact prefix: verified, chosen and cut to size."""
         config, length = self._config, len(view.tokens)
-        if length - config.min_suffix - exact < config.min_span:
+        if length - config.min_suffix - exact < config.min_span or self._is_healed(view, exact):
             return []
         runs = []
         claims, others = split_tiers(self._guard.match(view, exact))
