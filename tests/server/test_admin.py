@@ -114,7 +114,8 @@ def test_what_the_self_check_found_is_told(engine):
     measured = (Measured("moved", 0.25, False, 300),)
     check = SelfCheck(False, "toy is served with exact reuse only", measured)
     app = build_app(engine, toy_card(engine.tokenizer), ServerConfig(), self_check=check)
-    assert TestClient(app).get("/server_info").json()["fuzzy_self_check_result"] == {
+    client = TestClient(app, base_url="http://localhost")
+    assert client.get("/server_info").json()["fuzzy_self_check_result"] == {
         "passed": False,
         "sentence": "toy is served with exact reuse only",
         "prompts": 1,
@@ -212,7 +213,7 @@ def test_what_makes_no_sense_is_refused(client, path, body):
 
 
 def test_flushing(client, engine):
-    assert client.get("/flush_cache").json()["success"]
+    assert client.post("/flush_cache").json()["success"]
     assert client.post("/flush_cache?timeout=2").json()["success"]
     engine.busy_flush = True
     assert client.post("/flush_cache").status_code == 409

@@ -22,8 +22,8 @@ def post(server, body) -> socket.socket:
     url = httpx.URL(server.url)
     raw = socket.create_connection((url.host, url.port), timeout=20)
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-    raw.sendall(head.encode() + content)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    raw.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return raw
 
 
@@ -46,7 +46,7 @@ def test_leaving_in_every_phase(server, client, engine, phase, stream, prompts):
 def test_leaving_while_the_body_is_on_its_way(server, client):
     url = httpx.URL(server.url)
     raw = socket.create_connection((url.host, url.port))
-    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
     raw.close()
     assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
 

@@ -182,7 +182,7 @@ def test_a_body_beyond_the_limit(client, chunked):
 
 def test_a_body_announced_as_too_large_is_refused_before_it_comes(server):
     port = httpx.URL(server.url).port
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100001\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100001\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
         raw.sendall(head)
         assert raw.recv(1000).startswith(b"HTTP/1.1 413")

@@ -84,7 +84,7 @@ class Wire:
 
 def head(path: str = "/v1/completions", method: str = "POST", **headers: object) -> bytes:
     """A request's head; underscores in names of headers stand for dashes."""
-    lines = [f"{method} {path} HTTP/1.1", "Host: x"]
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 

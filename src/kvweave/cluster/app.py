@@ -133,7 +133,7 @@ def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, Se
         raise ConfigError(problems)
     cluster, server = groups.pop("cluster"), groups.pop("server")
     if not server.has_key:  # Serve's proxies listen wherever they are told to
-        server = replace(server, explorer_hide_text=True)
+        server = replace(server, host="0.0.0.0", explorer_hide_text=True)
     validate(server)
     return EngineConfig(**groups), cluster, server
 

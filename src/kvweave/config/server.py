@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from kvweave.config.base import flag, flag_name, positive
+
+_HOST = re.compile(r"\*|(\*\.)?[\w.-]+|[\da-f]*:[\da-f]*:[\da-f:]*")
+"""Any name; a name, or all below it; an IPv6 address."""
+_ORIGIN = re.compile(r"\*|[a-z][a-z\d+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +25,16 @@ class ServerConfig:
         None,
         "What operators ask (the explorer, metrics, settings, flushing, aborting) takes this key "
         "and not the clients'; KVWEAVE_ADMIN_API_KEY does the same.",
+    )
+    allowed_hosts: str | None = flag(
+        None,
+        "Names, separated by commas, by which browsers may call a server without a key, beyond its "
+        "own: llm.example.com, *.example.com, or * for any.",
+    )
+    allowed_origins: str | None = flag(
+        None,
+        "Other sites, separated by commas, whose pages may use this server: "
+        "https://app.example.com, or * for all.",
     )
     max_body_bytes: int = flag(16 * 2**20, "Largest request body.")
     max_connections: int = flag(
@@ -46,19 +62,38 @@ class ServerConfig:
     )
 
     @property
+    def is_loopback(self) -> bool:
+        """Whether it listens on this machine only."""
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host.lower() == "localhost"
+
+    @property
     def open(self) -> bool:
-        """Whoever reaches this machine may use the server."""
-        return self.api_key is None and self.host not in ("127.0.0.1", "localhost", "::1")
+        """Whether clients of other machines need no key."""
+        return self.api_key is None and not self.is_loopback
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """`allowed_hosts`, in lower case, IPv6 addresses without brackets."""
+        return tuple(name.strip("[]") for name in _listed(self.allowed_hosts))
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """`allowed_origins`, in lower case and without a path, as browsers send them."""
+        return tuple(origin.removesuffix("/") for origin in _listed(self.allowed_origins))
 
     @property
     def has_key(self) -> bool:
-        """Nobody sees the explorer's data without one."""
+        """Whether the explorer's data needs a key."""
         return self.api_key is not None or self.admin_api_key is not None
 
     @property
     def hides_text(self) -> bool:
-        """The explorer shows no text: by order, or since anyone could read everyone's prompts."""
-        return self.explorer_hide_text or (self.open and self.admin_api_key is None)
+        """Whether the explorer shows no text: always where others could read it without a key."""
+        reached_by_others = not self.is_loopback or self.allowed_hosts is not None
+        return self.explorer_hide_text or (reached_by_others and not self.has_key)
 
     def problems(self) -> list[str]:
         found = positive(self, "max_body_bytes", "max_connections")
@@ -72,6 +107,21 @@ class ServerConfig:
         ]
         if self.api_key is not None and self.api_key == self.admin_api_key:
             found.append("--admin-api-key must be another one than --api-key, or there is no use")
+        found += [
+            f"--allowed-hosts lists names such as llm.example.com or *.example.com, not {name!r}"
+            for name in self.hosts
+            if not _HOST.fullmatch(name)
+        ]
+        found += [
+            f"--allowed-origins lists origins such as https://app.example.com, not {origin!r}"
+            for origin in self.origins
+            if not _ORIGIN.fullmatch(origin)
+        ]
         if not 0 <= self.port <= 65535:
             found.append(f"--port is a number up to 65535, not {self.port}")
         return found
+
+
+def _listed(text: str | None) -> list[str]:
+    """The parts of a list separated by commas, in lower case; none of None."""
+    return [] if text is None else [part.strip().lower() for part in text.split(",")]

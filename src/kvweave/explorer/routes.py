@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import mimetypes
-import re
 import time
 from collections.abc import Callable
 from functools import cache
@@ -29,7 +28,6 @@ from kvweave.explorer.views import (
 )
 from kvweave.prefix.plan import Tier
 from kvweave.prefix.tree_snapshot import TreeSnapshot
-from kvweave.server.responses import TokenTexts
 from kvweave.server.service import Service
 
 if TYPE_CHECKING:
@@ -75,8 +73,6 @@ def asset(name: str, request: Request) -> Response:
 MOST_NODES = 600
 PLACED_PROMPTS = 100
 """Prompts whose path through the tree is looked up, the newest."""
-_OF_THIS_MACHINE = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
-"""How its own users call it."""
 _LOOK_SECONDS = 20.0
 _REASONS_SHOWN = 5
 
@@ -87,6 +83,7 @@ _T = TypeVar("_T")
 def explorer_router(service: Service, history: History, backend: str) -> APIRouter:
     """Routes below /explorer. `backend` is only shown."""
     router = APIRouter(prefix="/explorer")
+    texts = None if service.config.hides_text else service.texts
 
     @router.get("", include_in_schema=False)
     async def page(request: Request) -> Response:
@@ -97,14 +94,14 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
         return asset(name, request)
 
     @router.get("/api/overview", name="explorer_overview")
-    async def overview(request: Request, after: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
+    async def overview(after: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
         """What runs, and the prompts with numbers above `after`."""
         now = service.engine.snapshot()
         return {
             "model": service.card.name,
             "backend": backend,
             "chat": service.reader.tokenizer.chat_template is not None,
-            "text_hidden": _shown_texts(service, request) is None,
+            "text_hidden": texts is None,
             "started": history.started,
             "now": time.time(),
             "running": now.running,
@@ -119,17 +116,15 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
         }
 
     @router.get("/api/prompts/{number}", name="explorer_prompt", responses={404: {}})
-    async def prompt(request: Request, number: _Number) -> dict[str, Any]:
+    async def prompt(number: _Number) -> dict[str, Any]:
         """The map of one prompt."""
-        texts = _shown_texts(service, request)
         record = _known(history, number)
         lenders = await _paraphrase_lenders(service, history, record)
         return await asyncio.to_thread(prompt_view, record, history.before(record), lenders, texts)
 
     @router.get("/api/prompts/{number}/why-not", name="explorer_why_not", responses={404: {}})
-    async def why_not(request: Request, number: _Number) -> dict[str, Any]:
+    async def why_not(number: _Number) -> dict[str, Any]:
         """What earlier prompts had of the text that this one computed, and why it was not lent."""
-        texts = _shown_texts(service, request)
         record = _known(history, number)
         earlier = history.before(record)
         runs = await asyncio.to_thread(shared_runs, record, earlier, _REASONS_SHOWN)
@@ -139,24 +134,12 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
         return why_not_view(explained, declined, len(earlier), record, texts)
 
     @router.get("/api/tree", name="explorer_tree")
-    async def tree(request: Request) -> dict[str, Any]:
+    async def tree() -> dict[str, Any]:
         """The tree, its most recently used nodes first."""
-        texts = _shown_texts(service, request)
         snapshot = await _snapshot(service, history)
         return {"tree": None if snapshot is None else tree_view(snapshot, texts)}
 
     return router
-
-
-def _shown_texts(service: Service, request: Request) -> TokenTexts | None:
-    """None where no text may be shown.
-
-    Without a key, whoever reaches this machine's loopback sees all: its users, and their browsers,
-    which any page may send here under a name of its own that leads here (DNS rebinding).
-    """
-    config, host = service.config, request.headers.get("host", "")
-    trusted = config.has_key or _OF_THIS_MACHINE.fullmatch(host)
-    return service.texts if trusted and not config.hides_text else None
 
 
 def _known(history: History, number: int) -> Record:

@@ -1,15 +1,13 @@
-"""What pages of other sites may make a browser ask: nothing but what is open to everyone.
-
-Without a key, whoever reaches the port may use the server, and so might, through the browser of
-somebody who does, any page visited with it: flush the cache, end answers. Browsers tell who is
-behind a request in Sec-Fetch-Site; programs send no such header.
-"""
+"""Access control: levels and API keys, the guard against other sites' pages, limits on bodies."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import socket
 from enum import Enum
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -18,37 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvweave.config import ServerConfig
 from kvweave.server.errors import error_response
 
-_FOREIGN = frozenset({"cross-site", "same-site"})
-"""The latter is another port of this machine, or a sister of its name."""
-
-
-class CsrfGuard:
-    """Answers 403 to a browser that asks on behalf of another site."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = (
-            scope["type"] == "http"
-            and Headers(scope=scope).get("sec-fetch-site") in _FOREIGN
-            and AccessLevel.to(scope["path"]) is not AccessLevel.OPEN
-        )
-        await (_REFUSAL if refused else self.app)(scope, receive, send)
-
-
-_REFUSAL = error_response(
-    "a page of another site may not use this server through its visitors' browsers: put a server "
-    "of your own in between",
-    status=403,
-    code="foreign_page",
-)
-
-
 OPEN_PATHS = frozenset({"/health", "/explorer"})
-"""Answered without a key: a load balancer asks them, and a browser for the page that asks a key."""
+"""Need no key: load balancers ask for /health, and /explorer is the page that asks for the key."""
 OPEN_FOLDER = "/explorer/static/"
-"""What that page is made of."""
+"""The files of that page."""
 CLIENTS_PATHS = frozenset(
     {
         "/tokenize",
@@ -63,7 +34,7 @@ CLIENTS_FOLDER = "/v1/"
 
 
 class AccessLevel(Enum):
-    """Whose key opens a path. What nobody thought of is an operator's."""
+    """Whose key opens a path. Paths that are not listed are the operators'."""
 
     OPEN = "open"
     CLIENT = "client"
@@ -71,7 +42,7 @@ class AccessLevel(Enum):
 
     @classmethod
     def to(cls, path: str) -> AccessLevel:
-        """Of a path as it is routed, without escapes."""
+        """The level of a path as it is routed, without escapes."""
         if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return cls.OPEN
         if path in CLIENTS_PATHS or path.startswith(CLIENTS_FOLDER):
@@ -89,11 +60,11 @@ class Keys:
 
     @property
     def two(self) -> bool:
-        """Clients are not let in everywhere."""
+        """Whether operators have a key of their own."""
         return self._operators is not None
 
-    def for_door(self, level: AccessLevel) -> list[bytes]:
-        """Any of these will do; none are needed if there are none."""
+    def for_level(self, level: AccessLevel) -> list[bytes]:
+        """The keys that open `level`; an empty list if it needs none."""
         if level is AccessLevel.OPEN or (level is AccessLevel.CLIENT and self._clients is None):
             return []
         keys = [self._operators]
@@ -102,12 +73,12 @@ class Keys:
         return [key for key in keys if key is not None]
 
     def is_known(self, key: bytes, among: list[bytes]) -> bool:
-        """In constant time, so that nobody learns a key letter by letter from how long it takes."""
+        """Compares in constant time, so that response times do not reveal a key."""
         return any(hmac.compare_digest(key, known) for known in among)
 
 
 class KeyGate:
-    """Lets nobody in without `Authorization: Bearer KEY`, with a key for that level."""
+    """Requires `Authorization: Bearer KEY` with a key of the path's level: else 401 or 403."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self.app = app
@@ -115,10 +86,10 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            fitting = self._keys.for_door(AccessLevel.to(scope["path"]))
-            key = _sent(scope)
+            fitting = self._keys.for_level(AccessLevel.to(scope["path"]))
+            key = _sent_key(scope)
             if fitting and not self._keys.is_known(key, fitting):
-                is_clients = self._keys.is_known(key, self._keys.for_door(AccessLevel.CLIENT))
+                is_clients = self._keys.is_known(key, self._keys.for_level(AccessLevel.CLIENT))
                 await (_OTHER_KEY if is_clients else _NO_KEY)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
@@ -137,13 +108,98 @@ _OTHER_KEY = error_response(
 )
 
 
-def _sent(scope: Scope) -> bytes:
+def _sent_key(scope: Scope) -> bytes:
     scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
 def _bytes(key: str | None) -> bytes | None:
     return None if key is None else key.encode()
+
+
+class CsrfGuard:
+    """Answers 403 to what another site's page makes a browser ask, where no key is needed.
+
+    A key is protection enough: other pages do not have it. Without one, two attacks remain:
+
+    - DNS rebinding: the page's own name is made to resolve to this machine, so that the browser
+      takes the server for the page's origin. The name is in the header Host.
+    - cross-site requests: browsers name their origin in Sec-Fetch-Site, which pages cannot set,
+      or, where they do not send that (plain HTTP to another machine), in Origin.
+
+    Programs send neither of the last two, and call the server by a name or address of its own.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, keys: Keys) -> None:
+        self.app = app
+        self._hosts = _HostNames(config)
+        self._origins = frozenset(config.origins)
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        level = AccessLevel.to(scope["path"]) if scope["type"] == "http" else AccessLevel.OPEN
+        app = self.app
+        if level is not AccessLevel.OPEN and not self._keys.for_level(level):
+            headers = Headers(scope=scope)
+            if headers.get("host", "") not in self._hosts:
+                app = _OTHER_NAME
+            elif not self._is_own_page(headers):
+                app = _OTHER_SITE
+        await app(scope, receive, send)
+
+    def _is_own_page(self, headers: Headers) -> bool:
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if origin is not None and not self._origins.isdisjoint((origin, "*")):
+            return True
+        if site is not None:
+            return site in ("same-origin", "none")
+        return origin is None or origin.partition("://")[2] == headers.get("host", "")
+
+
+class _HostNames:
+    """The names and addresses by which this server may be called, as Host has them.
+
+    Rebinding needs a name that an attacker can register: addresses are none. A server that
+    listens on the loopback only is still not called by other machines' addresses.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._loopback_only = config.is_loopback
+        self._any = "*" in config.hosts
+        names = {"localhost", config.host.lower(), *config.hosts}
+        if not config.is_loopback:
+            names.add(socket.gethostname().lower())
+        self._names = {name for name in names if not name.startswith("*")}
+        # Nobody can register names under these two; containers call their host by the second.
+        suffixes = (name[1:] for name in config.hosts if name.startswith("*."))
+        self._suffixes = (".localhost", ".internal", *suffixes)
+
+    def __contains__(self, authority: str) -> bool:
+        """`authority` is the header's value: a name or address, perhaps with a port."""
+        try:
+            name = (urlsplit(f"//{authority}").hostname or "").removesuffix(".")
+        except ValueError:  # unpaired brackets
+            return False
+        if self._any or name in self._names or name.endswith(self._suffixes):
+            return True
+        try:
+            return ip_address(name).is_loopback or not self._loopback_only
+        except ValueError:
+            return False
+
+
+_OTHER_NAME = error_response(
+    "without a key, this server answers only to names of its own (the header Host has another "
+    "one): start it with --allowed-hosts NAME or with --api-key",
+    status=403,
+    code="foreign_host",
+)
+_OTHER_SITE = error_response(
+    "without a key, a page of another site may not use this server through its visitors' "
+    "browsers: start it with --allowed-origins ORIGIN or with --api-key",
+    status=403,
+    code="foreign_page",
+)
 
 
 class BodyLimit:

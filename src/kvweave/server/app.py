@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.server.access import BodyLimit, CsrfGuard, KeyGate, Keys
@@ -83,7 +84,15 @@ def build_api(
     )
     if keys.any:
         app.add_middleware(KeyGate, keys=keys)
-    app.add_middleware(CsrfGuard)
+    app.add_middleware(CsrfGuard, config=config, keys=keys)
+    if config.origins:  # outermost: browsers ask for permission without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     return app
 
 

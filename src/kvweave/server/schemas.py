@@ -300,7 +300,7 @@ def _complete(operation: dict[str, Any], door: AccessLevel, keys: Keys) -> None:
         statuses |= set(_WITH_PARAMETERS)
     if "requestBody" in operation:
         statuses |= set(_WITH_A_BODY)
-    if keys.for_door(door):
+    if keys.for_level(door):
         statuses |= {401, 403} if keys.two and door is AccessLevel.OPERATOR else {401}
         operation["security"] = [{"key": []}]
     for status in sorted(statuses):

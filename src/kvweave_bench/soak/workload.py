@@ -178,7 +178,8 @@ class Workload:
     def _looking(self) -> Case:
         paths = ("/metrics", "/server_info", "/get_load", "/health", "/health_generate")
         pages = ("/v1/models", "/explorer/api/overview", "/explorer/api/tree", "/flush_cache")
-        return Case("looking", self._choose([*paths, *pages]), None)
+        path = self._choose([*paths, *pages])
+        return Case("looking", path, {} if path == "/flush_cache" else None)
 
     # Parts.
 

@@ -110,12 +110,7 @@ def admin_router(
             }
         ]
 
-    @router.api_route(
-        "/flush_cache",
-        methods=["GET", "POST"],
-        response_model=None,
-        responses=answers(schemas.Flushed, 409),
-    )
+    @router.post("/flush_cache", response_model=None, responses=answers(schemas.Flushed, 409))
     async def flush_cache(timeout: Annotated[float, Query(ge=0, le=3600)] = 0.0) -> dict[str, Any]:
         await engine.flush_cache(timeout)
         return {"success": True, "message": "the cache is empty"}
