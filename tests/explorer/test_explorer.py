@@ -246,22 +246,15 @@ def test_unknown_prompts_are_404_in_words(client):
         assert client.get(f"/explorer/api/{path}").status_code == 400
 
 
-def test_live_prompts_are_told_with_their_phase(server, engine, client_of_fake):
-    engine.hold = "decode"
-    with client_of_fake.stream("POST", "/v1/completions", json=STREAM):
-        [live] = look(client_of_fake, "overview")["live"]
-        assert (live["rid"], live["answering"], live["prompt_tokens"]) == ("live", True, 5)
-        engine.hold = None
-    assert eventually(lambda: not look(client_of_fake, "overview")["live"])
-
-
-STREAM = {"prompt": "hello", "rid": "live", "stream": True, "max_tokens": 5}
-
-
-@pytest.fixture
-def client_of_fake(server):
-    with server.client() as client:
-        yield client
+def test_live_prompts_are_told_with_their_phase():
+    body = {"prompt": "hello", "rid": "live", "stream": True, "max_tokens": 5}
+    with RunningServer(FakeEngine(), ServerConfig(port=0)) as server, server.client() as client:
+        server.engine.hold = "decode"
+        with client.stream("POST", "/v1/completions", json=body):
+            [live] = look(client, "overview")["live"]
+            assert (live["rid"], live["answering"], live["prompt_tokens"]) == ("live", True, 5)
+            server.engine.hold = None
+        assert eventually(lambda: not look(client, "overview")["live"])
 
 
 def test_an_engine_that_is_busy_for_long_is_503(client, monkeypatch):

@@ -10,8 +10,9 @@ import re
 import pytest
 from tokenizers import normalizers
 
-from kvweave.config import ConfigError, ServerConfig, validate
+from kvweave.config import ServerConfig, validate
 from kvweave.engine.async_engine import AsyncEngine
+from kvweave.errors import ConfigError
 from kvweave.server.access import CLIENTS_PATHS, OPEN_PATHS
 from support.enginekit import EOS, make_world
 from support.serverkit import FakeEngine, RunningServer, toy_card, toy_tokenizer
