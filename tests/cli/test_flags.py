@@ -7,8 +7,8 @@ import pytest
 import typer
 
 from kvweave.cli.flags import PASS_UNKNOWN, takes_settings
-from kvweave.config import EngineConfig, ServerConfig
-from kvweave.config.base import flag_name, leaves_of
+from kvweave.config import CacheConfig, EngineConfig, ServerConfig
+from kvweave.config.base import flag_name, groups_of
 from kvweave.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_without_flags_the_defaults_are_those_of_the_dataclasses(command, seen):
 def test_every_field_is_a_flag_with_its_help(command, capsys):
     run(command, "--help")
     shown = " ".join(capsys.readouterr().out.split())
-    for group in (*leaves_of(EngineConfig), ServerConfig):
+    for group in groups_of(EngineConfig, ServerConfig):
         for item in fields(group):
             assert flag_name(group, item.name) in shown
             assert item.metadata["help"] in shown
@@ -101,6 +101,38 @@ def test_a_command_keeps_its_own_arguments(seen):
     assert seen == {"flat": Flat(size=3), "names": ["a", "b"]}
     with pytest.raises(ConfigError, match=r"no flag --sice \(did you mean --size\?\)"):
         run(command, "a", "--sice", "3")
+
+
+def test_a_command_is_told_which_settings_were_given(monkeypatch):
+    told = []
+
+    @takes_settings(flat=Flat)
+    def command(flat: Flat, given: frozenset[str]) -> None:
+        told.append(given)
+
+    run(command)
+    run(command, "--shape", "round")
+    monkeypatch.setenv("KVWEAVE_SIZE", "3")
+    run(command)
+    assert told == [set(), {"shape"}, {"size"}]
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "warned"),
+    [
+        ("hash", {"fuzzy_provider", "fuzzy_min_span", "page_size"}, True),
+        ("hash", {"page_size"}, False),
+        ("fuzzy_match", {"fuzzy_provider"}, False),
+    ],
+)
+def test_fuzzy_flags_without_effect_are_named_in_one_line(backend, given, warned, caplog):
+    config = EngineConfig(cache=CacheConfig(prefix_cache_backend=backend))
+    config.warn_without_effect(given)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warned
+    for line in said:
+        assert "without effect: --fuzzy-provider, --fuzzy-min-span; " in line
+        assert "--prefix-cache-backend hash moves no text" in line
 
 
 def test_choices_are_in_the_help(seen, capsys):

@@ -66,6 +66,16 @@ def test_a_model_that_cannot_be_served_is_a_sentence(monkeypatch, capfd):
     assert capfd.readouterr().err == "kvweave: gpt9 cannot be served: it has no layers\n"
 
 
+def test_fuzzy_flags_that_serve_does_not_use_are_warned_of(monkeypatch, caplog):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvweave.server.logs.configure_logging", lambda *_: None)
+    monkeypatch.setattr("kvweave.server.run.bind", stop)
+    assert run("serve", "--fuzzy-provider", "spans") == 130
+    assert "without effect: --fuzzy-provider" in caplog.text
+
+
 def test_interrupting_is_quiet(monkeypatch, capfd):
     def interrupted(*_):
         raise KeyboardInterrupt

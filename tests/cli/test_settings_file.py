@@ -81,6 +81,23 @@ def test_a_file_that_cannot_be_read_is_refused_in_words(command, filed, tmp_path
         run(command, "--config", file)
 
 
+@pytest.fixture
+def json_file(tmp_path):
+    return tmp_path / "kvweave.json"
+
+
+def test_what_only_yaml_reads_is_refused_in_json(command, json_file):
+    json_file.write_text('{"port": 1,\n "prefix_cache_backend": }')
+    with pytest.raises(ConfigError, match=r"kvweave.json is no JSON: Expecting value in line 2"):
+        run(command, "--config", str(json_file))
+
+
+def test_json_indented_by_tabs_is_read(command, seen, json_file):
+    json_file.write_text('{\n\t"port":\t1\n}')
+    run(command, "--config", str(json_file))
+    assert seen["server"] == ServerConfig(port=1)
+
+
 def test_an_empty_file_changes_nothing(command, seen, filed):
     run(command, "--config", filed("# nothing yet\n"))
     assert seen["server"] == ServerConfig()

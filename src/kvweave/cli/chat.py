@@ -19,9 +19,10 @@ _HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 
 
 @takes_settings(sampling=SamplingConfig, engine=EngineConfig)
-def chat(sampling: SamplingConfig, engine: EngineConfig) -> None:
+def chat(sampling: SamplingConfig, engine: EngineConfig, given: frozenset[str]) -> None:
     """Talk to a model in the terminal."""
     console = Console(highlight=False)
+    engine.warn_without_effect(given)
     with open_session(engine) as session:
         console.print(f"{session.name}. {_HELP}", style="dim", soft_wrap=True)
         conversation = Conversation(session, sampling, console)

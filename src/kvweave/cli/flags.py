@@ -1,27 +1,23 @@
 """The command line's flags, derived from the frozen dataclasses of settings.
 
 A field is a flag: its name gives the spelling, its annotation the type, its metadata the help and
-the choices. Nothing is written twice. All that is wrong with a command line, and with the file of
-settings that it names, is reported together: unreadable values, unknown names, and what
-`problems()` finds.
+the choices. All problems of a command line, and of the file that it names, are reported together:
+unreadable values, unknown names, and what `problems()` finds.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import types
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field
 from typing import Any
 
 import typer
 
-from kvweave.cli.settings_file import KINDS, did_you_mean, read_settings
-from kvweave.config import validate
-from kvweave.config.base import build, groups_of, leaves_of, settings_of
-from kvweave.errors import ConfigError
+from kvweave.cli.settings_file import read_settings
+from kvweave.config.base import as_flag, did_you_mean, kinds_of, make, read, settings_of
 from kvweave.plugins import choices_of
 
 PASS_UNKNOWN = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -39,131 +35,101 @@ _CONFIG_FILE = typer.Option(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Unreadable:
-    """Stands for a value until all problems are known."""
-
-    problem: str
-
-
 def takes_settings(
     *, config_file: bool = False, **groups: type
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a typer command take `groups`, by parameter name: dataclasses, or dataclasses of them.
 
     The command receives built, validated settings; typer sees one option per field instead, and
-    with `config_file` a flag --config. Raises ConfigError with every problem at once.
+    with `config_file` a flag --config. A parameter `given` of the command receives the names of the
+    settings that the command line, the environment or the file sets. Raises ConfigError with every
+    problem at once.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        leaves = [leaf for kind in groups.values() for leaf in leaves_of(kind)]
-        kinds = {
-            name: _kind(leaf, item) for leaf in leaves for name, item in settings_of(leaf).items()
-        }
-        flags = {name: "--" + name.replace("_", "-") for name in kinds}
+        kinds = kinds_of(*groups.values())
+        own = inspect.signature(command).parameters
 
         @functools.wraps(command)
         def run(ctx: typer.Context, **values: Any) -> None:
-            given = {name: values.pop(name) for name in flags}
-            file = values.pop("config", None) if config_file else None
-            problems = [v.problem for v in given.values() if isinstance(v, _Unreadable)]
-            problems += _unknown(ctx.args, values, flags.values())
+            flags = {name: values.pop(name) for name in kinds}
+            file = values.pop("config", None)
+            problems: list[str] = []
+            said = [(name, value) for name, value in flags.items() if not _is_default(ctx, name)]
+            given = read(said, kinds, problems, as_flag)
+            problems += _unknown(ctx.args, values.values(), map(as_flag, kinds))
             if file is not None:
-                filed = read_settings(file, kinds, problems)
-                given.update({n: v for n, v in filed.items() if _is_default(ctx, n)})
-            readable = {n: v for n, v in given.items() if not isinstance(v, _Unreadable)}
-            built = {name: build(kind, readable) for name, kind in groups.items()}
-            try:
-                validate(*(leaf for group in built.values() for leaf in groups_of(group)))
-            except ConfigError as error:
-                problems += error.problems
-            if problems:
-                raise ConfigError(problems)
-            command(**values, **built)
+                given = read_settings(file, kinds, problems) | given
+            built = make(groups.values(), given, problems)
+            if "given" in own:
+                values["given"] = frozenset(given)
+            command(**values, **dict(zip(groups, built, strict=True)))
 
-        signature = _signature(command, groups, leaves, config_file)
-        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {}  # a setting may be called as its group is
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                _parameter("ctx", typer.Context),
+                *_own_parameters(command, {*groups, "given"}),
+                *([_parameter("config", str | None, _CONFIG_FILE)] if config_file else []),
+                *_options(settings_of(*groups.values()), kinds),
+            ]
+        )
         return run
 
     return decorate
 
 
-def _signature(
-    command: Callable[..., None],
-    groups: Mapping[str, type],
-    leaves: list[type],
-    config_file: bool,
-) -> inspect.Signature:
+def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=kind)
+
+
+def _own_parameters(
+    command: Callable[..., None], derived: Iterable[str]
+) -> list[inspect.Parameter]:
+    """Parameters of `command` that typer is to see as they are."""
     hints = typing.get_type_hints(command, include_extras=True)
-    own = [
-        parameter.replace(kind=keyword, annotation=hints[name])
+    return [
+        _parameter(name, hints[name], parameter.default)
         for name, parameter in inspect.signature(command).parameters.items()
-        if name not in groups
+        if name not in derived
     ]
-    derived = [
-        inspect.Parameter(
-            name,
-            keyword,
-            default=_option(_kind(leaf, item), name, item),
-            annotation=_kind(leaf, item),
-        )
-        for leaf in leaves
-        for name, item in settings_of(leaf).items()
-    ]
-    if config_file:
-        own.append(
-            inspect.Parameter("config", keyword, default=_CONFIG_FILE, annotation=str | None)
-        )
-    ctx = inspect.Parameter("ctx", keyword, annotation=typer.Context)
-    return inspect.Signature([ctx, *own, *derived])
+
+
+def _options(
+    settings: Mapping[str, Field[Any]], kinds: Mapping[str, type]
+) -> list[inspect.Parameter]:
+    """One typer option per setting. Values stay texts, which `read` converts with all problems."""
+    found = []
+    for name, item in settings.items():
+        flag, kind = as_flag(name), kinds[name]
+        shared: dict[str, Any] = {
+            "help": item.metadata["help"],
+            "envvar": f"KVWEAVE_{name.upper()}",
+            "show_envvar": False,
+            "show_default": item.default is not None,
+        }
+        if choices := choices_of(item.metadata.get("choices")):
+            shared["help"] += f" One of {', '.join(choices)}."
+        if kind is bool:
+            option = typer.Option(item.default, f"{flag}/--no-{flag[2:]}", **shared)
+            found.append(_parameter(name, bool, option))
+        else:
+            option = typer.Option(item.default, flag, metavar=_METAVARS[kind], **shared)
+            found.append(_parameter(name, str, option))
+    return found
 
 
 def _is_default(ctx: typer.Context, name: str) -> bool:
-    """Neither the command line nor the environment says anything about it."""
+    """Neither the command line nor the environment sets it."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "DEFAULT"
 
 
-def _kind(group: type, item: Field[Any]) -> type:
-    """The type of one value: `int | None` is int."""
-    hint = typing.get_type_hints(group)[item.name]
-    if isinstance(hint, types.UnionType):
-        hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
-    kind: type = hint
-    return kind
-
-
-def _option(kind: type, name: str, item: Field[Any]) -> Any:
-    flag = "--" + name.replace("_", "-")
-    shared: dict[str, Any] = {
-        "help": item.metadata["help"],
-        "envvar": f"KVWEAVE_{name.upper()}",
-        "show_envvar": False,
-        "show_default": item.default is not None,
-    }
-    if kind is bool:
-        return typer.Option(item.default, f"{flag}/--no-{flag[2:]}", **shared)
-    if choices := choices_of(item.metadata.get("choices")):
-        shared["help"] += f" One of {', '.join(choices)}."
-    reader = _reader(kind, flag)
-    return typer.Option(item.default, flag, parser=reader, metavar=_METAVARS[kind], **shared)
-
-
-def _reader(kind: type, flag: str) -> Callable[[Any], Any]:
-    def read(text: Any) -> Any:
-        try:
-            return kind(text) if isinstance(text, str) else text
-        except ValueError:
-            return _Unreadable(f"{flag} takes {KINDS[kind]}, not {text!r}")
-
-    return read
-
-
-def _unknown(extra: list[str], values: Mapping[str, Any], known: Any) -> list[str]:
-    """What no flag or argument of the command accounts for."""
-    candidates = list(extra)
-    for value in values.values():  # arguments take in what looks like an unknown flag
+def _unknown(extra: list[str], values: Iterable[Any], known: Iterable[str]) -> list[str]:
+    """Problems of flags and arguments that the command does not have."""
+    known, candidates = list(known), list(extra)
+    for value in values:  # arguments take in what looks like an unknown flag
         candidates += value if isinstance(value, list) else [value]
     flags = [text for text in candidates if isinstance(text, str) and text.startswith("--")]
     problems = []

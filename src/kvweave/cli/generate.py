@@ -26,11 +26,13 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per p
 def generate(
     sampling: SamplingConfig,
     engine: EngineConfig,
+    given: frozenset[str],
     prompts: _Prompts = None,
     as_json: _Json = False,
 ) -> None:
     """Continue one or more prompts and print what comes."""
     texts = prompts or [_standard_input()]
+    engine.warn_without_effect(given)
     with open_session(engine) as session:
         asyncio.run(_all(session, texts, sampling, as_json))
 

@@ -25,13 +25,16 @@ log = logging.getLogger("kvweave.server")
 
 
 @takes_settings(config_file=True, engine=EngineConfig, server=ServerConfig, cluster=ClusterConfig)
-def serve(engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> None:
+def serve(
+    engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig, given: frozenset[str]
+) -> None:
     """Serve a model over an OpenAI-compatible API."""
     from kvweave.server.connections import with_files
     from kvweave.server.logs import configure_logging
     from kvweave.server.run import bind
 
     configure_logging(server.log_level, server.log_format)
+    engine.warn_without_effect(given)
     server = with_files(server)
     listening = bind(server)  # before the model is loaded, which takes a while
     run_engines = _one_engine(engine) if cluster.replicas == 1 else _replicas(engine, cluster)

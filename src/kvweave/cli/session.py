@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from kvweave.config import EngineConfig
-from kvweave.config.base import flag_name
+from kvweave.config.base import flag, flag_name, values_of
 from kvweave.engine.types import SamplingParams
 from kvweave.errors import RequestError
 
@@ -41,20 +41,16 @@ def loading_bar() -> Iterator[Progress]:
         yield report
 
 
-def _flag(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
     """How answers are sampled."""
 
-    max_tokens: int = _flag(256, "Longest answer.")
-    temperature: float = _flag(0.7, "0 always takes the likeliest token.")
-    top_p: float = _flag(1.0, "Sample among the likeliest tokens that make up this probability.")
-    top_k: int = _flag(-1, "Sample among this many likeliest tokens; -1: all.")
-    repetition_penalty: float = _flag(1.0, "Above 1, what was said already becomes less likely.")
-    seed: int | None = _flag(None, "The same seed gives the same answer.")
+    max_tokens: int = flag(256, "Longest answer.")
+    temperature: float = flag(0.7, "0 always takes the likeliest token.")
+    top_p: float = flag(1.0, "Sample among the likeliest tokens that make up this probability.")
+    top_k: int = flag(-1, "Sample among this many likeliest tokens; -1: all.")
+    repetition_penalty: float = flag(1.0, "Above 1, what was said already becomes less likely.")
+    seed: int | None = flag(None, "The same seed gives the same answer.")
 
     def problems(self) -> list[str]:
         try:
@@ -66,15 +62,7 @@ class SamplingConfig:
 
     def params(self, **more: Any) -> SamplingParams:
         """What the engine is told."""
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            repetition_penalty=self.repetition_penalty,
-            seed=self.seed,
-            **more,
-        )
+        return SamplingParams(**values_of(self), **more)
 
 
 @dataclass(frozen=True, slots=True)

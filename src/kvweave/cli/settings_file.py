@@ -1,73 +1,66 @@
-"""A file of settings: the names and values of flags, in YAML, of which JSON is a part.
+"""Files of settings, which --config names: the names and values of flags, in YAML or JSON.
 
-Values are read as the command line reads them, from their spelling: `on` is the word, not a truth
-value, and what is wrong is said of the line where it stands.
+Values are read from their spelling, as the command line reads them: YAML's `on` is the word, not a
+truth value. Every problem is reported with its line.
 """
 
 from __future__ import annotations
 
-import difflib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-KINDS: dict[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-}
-"""The types of settings, in words."""
+from kvweave.config.base import read
 
-_TRUTHS = {"true": True, "false": False}
-_UNSET = frozenset({"", "null", "~"})
+_NULL = "tag:yaml.org,2002:null"
 
 
 def read_settings(file: str, kinds: Mapping[str, type], problems: list[str]) -> dict[str, Any]:
-    """The settings in `file`, by field name; `kinds` are the fields there are.
+    """The settings in `file`, by name; `kinds` are the settings there are.
 
-    Names may be spelt with dashes or with underscores. Null leaves a setting as it is. All that is
-    wrong, with the file itself, with names or with values, is added to `problems`.
+    Names may be spelt with dashes or with underscores. Null leaves a setting as it is. Problems of
+    the file itself, of names and of values are added to `problems`.
     """
     settings: dict[str, Any] = {}
     seen: set[str] = set()
     for key, value in _entries(file, problems):
-        where = f"{file}, line {key.start_mark.line + 1}"
+        where = f"{file}, line {key.start_mark.line + 1}: "
         name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else ""
-        spelt = name.replace("_", "-")
-        if name not in kinds:
-            known = [each.replace("_", "-") for each in kinds]
-            hint = did_you_mean(spelt, known)
-            problems.append(f"{where}: there is no setting {spelt or 'of that form'}{hint}")
+        spelt = _dashed(name)
+        if not name:
+            problems.append(f"{where}there is no setting of that form")
         elif name in seen:
-            problems.append(f"{where}: {spelt} is set twice")
-        elif not isinstance(value, yaml.ScalarNode):
-            problems.append(f"{where}: {spelt} takes one value; put quotes around what is JSON")
-        elif value.value not in _UNSET or value.style:
-            try:
-                settings[name] = _read(kinds[name], value.value)
-            except (ValueError, KeyError):
-                problems.append(f"{where}: {spelt} takes {KINDS[kinds[name]]}, not {value.value!r}")
+            problems.append(f"{where}{spelt} is set twice")
+        elif name in kinds and not isinstance(value, yaml.ScalarNode):
+            problems.append(f"{where}{spelt} takes one value; put quotes around what is JSON")
+        else:
+            text = None if value.tag == _NULL else value.value
+            settings |= read([(name, text)], kinds, problems, _dashed, where)
         seen.add(name)
     return settings
 
 
-def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """A hint at the name that was probably meant, if one is near."""
-    close = difflib.get_close_matches(wrong, list(known), 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
-def _entries(file: str, problems: list[str]) -> list[tuple[yaml.Node, yaml.Node]]:
+def _entries(file: str, problems: list[str]) -> Iterable[tuple[Any, Any]]:
+    """Nodes of names and values: nodes have lines and spellings, unlike objects made of them."""
     try:
-        # Nodes have lines and spellings; objects made of them would have lost both.
-        root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        text = Path(file).read_text(encoding="utf-8")
+        if file.endswith(".json"):
+            json.loads(text)
+            text = text.replace("\t", " ")  # white space in JSON, and an error in YAML
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as failure:
         problems.append(f"--config {file} cannot be read: {failure.strerror or failure}")
     except UnicodeDecodeError:
         problems.append(f"--config {file} is not text in UTF-8")
+    except json.JSONDecodeError as failure:
+        problems.append(f"--config {file} is no JSON: {failure.msg} in line {failure.lineno}")
     except yaml.YAMLError as failure:
         problems.append(f"--config {file} is neither YAML nor JSON: {_in_a_line(failure)}")
     else:
@@ -81,7 +74,3 @@ def _entries(file: str, problems: list[str]) -> list[tuple[yaml.Node, yaml.Node]
 def _in_a_line(failure: yaml.YAMLError) -> str:
     mark, words = getattr(failure, "problem_mark", None), getattr(failure, "problem", None)
     return f"{words or failure}{f' in line {mark.line + 1}' if mark else ''}"
-
-
-def _read(kind: type, text: str) -> Any:
-    return _TRUTHS[text.lower()] if kind is bool else kind(text)

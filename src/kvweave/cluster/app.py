@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -25,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvweave.cluster.remote import RemoteEngine
 from kvweave.cluster.replica import EngineReplica
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig, validate
-from kvweave.config.base import settings_of
+from kvweave.config.base import kinds_of, make, read
 from kvweave.errors import ConfigError, UnsupportedModelError, reason
 from kvweave.server.model_card import EngineInfo
 
@@ -114,40 +113,17 @@ def app(arguments: dict[str, Any]) -> Application:
 
 def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, ServerConfig]:
     """Flags by name, as texts or values; ConfigError names all that are unknown or unreadable."""
-    left = dict(arguments)
-    groups: dict[str, Any] = {}
-    problems = [f"{name} is not set here, but in Ray's settings" for name in _RAYS if name in left]
-    kinds: dict[str, Any] = {group.name: group.default_factory for group in fields(EngineConfig)}
-    for name, kind in {**kinds, "cluster": ClusterConfig, "server": ServerConfig}.items():
-        hints = typing.get_type_hints(kind)
-        given: dict[str, Any] = {}
-        for setting, item in settings_of(kind).items():
-            if setting in left:
-                try:
-                    given[item.name] = _read(hints[item.name], left.pop(setting))
-                except ValueError:
-                    problems.append(f"{setting} cannot be {arguments[setting]!r}")
-        groups[name] = kind(**given)
-    problems += [f"there is no setting {name!r}" for name in left]
-    if problems:
-        raise ConfigError(problems)
-    cluster, server = groups.pop("cluster"), groups.pop("server")
+    problems = [
+        f"{name} is not set here, but in Ray's settings" for name in _RAYS if name in arguments
+    ]
+    left = [(name, value) for name, value in arguments.items() if name not in _RAYS]
+    groups = (EngineConfig, ClusterConfig, ServerConfig)
+    values = read(left, kinds_of(*groups), problems)
+    config, cluster, server = make(groups, values, problems)
+    config.warn_without_effect(values)
     if not server.has_key:  # Serve's proxies listen wherever they are told to
         server = replace(server, host="0.0.0.0", explorer_hide_text=True)
-    validate(server)
-    return EngineConfig(**groups), cluster, server
-
-
-def _read(hint: Any, value: Any) -> Any:
-    """`value` as `hint` wants it: int, float, bool or str, or one of these or None."""
-    if not isinstance(value, str):
-        return value
-    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
-    if kinds[0] is bool:
-        if value.lower() not in ("true", "false"):
-            raise ValueError
-        return value.lower() == "true"
-    return kinds[0](value)
+    return config, cluster, server
 
 
 _NAME = "kvweave"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvweave.config.base import validate
+from kvweave.config.base import as_flag, groups_of, settings_of, validate
 from kvweave.config.cache import CacheConfig
 from kvweave.config.cluster import ClusterConfig
 from kvweave.config.events import EventsConfig
@@ -12,6 +14,7 @@ from kvweave.config.fuzzy import FuzzyConfig
 from kvweave.config.model import ModelConfig
 from kvweave.config.scheduler import SchedulerConfig
 from kvweave.config.server import ServerConfig
+from kvweave.plugins import BACKENDS
 
 __all__ = [
     "CacheConfig",
@@ -25,6 +28,8 @@ __all__ = [
     "validate",
 ]
 
+log = logging.getLogger("kvweave.config")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -35,6 +40,18 @@ class EngineConfig:
     fuzzy: FuzzyConfig = field(default_factory=FuzzyConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
+    def warn_without_effect(self, given: Iterable[str]) -> None:
+        """Log which of the `given` settings the chosen backend does not read."""
+        backend = self.cache.prefix_cache_backend
+        flags = [as_flag(name) for name in settings_of(FuzzyConfig) if name in set(given)]
+        if flags and not BACKENDS[backend].moves:
+            log.warning(
+                "without effect: %s; --prefix-cache-backend %s moves no text, unlike %s",
+                ", ".join(flags),
+                backend,
+                ", ".join(name for name, each in BACKENDS.items() if each.moves),
+            )
+
     def validate(self) -> None:
         """Raise ConfigError with every problem at once."""
-        validate(self.model, self.cache, self.fuzzy, self.scheduler)
+        validate(*groups_of(self))

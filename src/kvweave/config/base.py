@@ -1,4 +1,4 @@
-"""What all groups of settings share: names, values by name, and checks.
+"""What all groups of settings share: names, types, reading of values, and checks.
 
 A group is a frozen dataclass. Its class attribute PREFIX, if there is one, stands in front of every
 field's name in flags, files and the environment. A field's `metadata` carries the `help` of its
@@ -7,13 +7,24 @@ flag, and `choices` where only some values work. `problems()` of a group checks 
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields
-from typing import Any
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from kvweave.errors import ConfigError
 from kvweave.plugins import choices_of
+
+WORDS: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+}
+"""The types of settings, in words."""
+
+_TRUTHS = {"true": True, "false": False}
 
 
 def flag(default: Any, help: str, **extra: Any) -> Any:
@@ -21,56 +32,121 @@ def flag(default: Any, help: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, **extra})
 
 
-def setting_name(group: Any, name: str) -> str:
-    """What files and keyword arguments call a field of `group`, an instance or its class."""
-    prefix: str = getattr(group, "PREFIX", "")
-    return prefix + name
+def as_flag(setting: str) -> str:
+    """The command line's spelling of a setting's name."""
+    return "--" + setting.replace("_", "-")
 
 
 def flag_name(group: Any, name: str) -> str:
     """The command line's spelling of a field."""
-    return "--" + setting_name(group, name).replace("_", "-")
+    return as_flag(_setting(group, name))
 
 
-def settings_of(group: Any) -> dict[str, Field[Any]]:
+def _setting(group: Any, name: str) -> str:
+    prefix: str = getattr(group, "PREFIX", "")
+    return prefix + name
+
+
+# What follows takes groups and dataclasses of groups, such as EngineConfig; instances or classes.
+
+
+def groups_of(*configs: Any) -> Iterator[Any]:
+    """The groups that `configs` are or consist of."""
+    for config in configs:
+        nested = [item for item in fields(config) if item.default_factory is not MISSING]
+        for item in nested:
+            yield item.default_factory if isinstance(config, type) else getattr(config, item.name)
+        if not nested:
+            yield config
+
+
+def settings_of(*configs: Any) -> dict[str, Field[Any]]:
     """Fields by their settings' names."""
-    return {setting_name(group, item.name): item for item in fields(group)}
-
-
-def values_of(*groups: Any) -> dict[str, Any]:
-    """Values of all `groups` by their settings' names."""
     return {
-        name: getattr(group, item.name)
-        for group in groups
-        for name, item in settings_of(group).items()
+        _setting(group, item.name): item for group in groups_of(*configs) for item in fields(group)
     }
 
 
-def leaves_of(kind: type) -> list[type]:
-    """The groups that `kind` is made of: `kind` itself, or what its fields' factories make."""
-    return list(_nested(kind).values()) or [kind]
-
-
-def _nested(kind: Any) -> dict[str, Any]:
-    """Groups by field; none where `kind` is a group itself."""
+def values_of(*configs: Any) -> dict[str, Any]:
+    """Values by their settings' names."""
     return {
-        item.name: item.default_factory
-        for item in fields(kind)
-        if item.default_factory is not MISSING
+        _setting(group, item.name): getattr(group, item.name)
+        for group in groups_of(*configs)
+        for item in fields(group)
     }
 
 
-def groups_of(config: Any) -> list[Any]:
-    """The groups in `config`: itself, or its fields."""
-    return [getattr(config, name) for name in _nested(config)] or [config]
+def kinds_of(*configs: type) -> dict[str, type]:
+    """Types by their settings' names; `int | None` is int."""
+    return {
+        _setting(group, name): next(k for k in (*get_args(hint), hint) if k is not type(None))
+        for group in groups_of(*configs)
+        for name, hint in get_type_hints(group).items()
+        if get_origin(hint) is not ClassVar
+    }
 
 
-def build(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A group, or a dataclass of groups, with the `values` that it has settings for."""
-    if nested := _nested(kind):
-        return kind(**{name: build(group, values) for name, group in nested.items()})
-    settings = settings_of(kind)
-    return kind(**{settings[name].name: values[name] for name in settings.keys() & values})
+def read(
+    given: Iterable[tuple[str, Any]],
+    kinds: Mapping[str, type],
+    problems: list[str],
+    spell: Callable[[str], str] = repr,
+    where: str = "",
+) -> dict[str, Any]:
+    """Values by setting's name, in the types that `kinds` says.
+
+    `given` holds names, and values as texts or as JSON types them; None leaves a setting as it is.
+    Unknown names and unreadable values are added to `problems`, spelt by `spell`, after `where`.
+    """
+    values = {}
+    for name, value in given:
+        if name not in kinds:
+            hint = did_you_mean(spell(name), map(spell, kinds))
+            problems.append(f"{where}there is no setting {spell(name)}{hint}")
+        elif value is not None:
+            try:
+                values[name] = _convert(kinds[name], value)
+            except (ValueError, KeyError, OverflowError):
+                words = WORDS[kinds[name]]
+                problems.append(f"{where}{spell(name)} takes {words}, not {value!r}")
+    return values
+
+
+def _convert(kind: type, value: Any) -> Any:
+    if isinstance(value, str):
+        return _TRUTHS[value.lower()] if kind is bool else kind(value)
+    number = type(value) in (int, float) and kind in (int, float)
+    if type(value) is not kind and not (number and kind(value) == value):
+        raise ValueError
+    return kind(value)
+
+
+def make(
+    configs: Iterable[type], values: Mapping[str, Any], problems: Iterable[str] = ()
+) -> list[Any]:
+    """One instance of each of `configs`, with the `values` that it has settings for.
+
+    Raises ConfigError with the given `problems`, and with those of all groups.
+    """
+    made = [_make(config, values) for config in configs]
+    validate(*groups_of(*made), problems=problems)
+    return made
+
+
+def _make(config: Any, values: Mapping[str, Any]) -> Any:
+    given = {}
+    for item in fields(config):
+        if item.default_factory is not MISSING:
+            given[item.name] = _make(item.default_factory, values)
+        elif (name := _setting(config, item.name)) in values:
+            given[item.name] = values[name]
+    return config(**given)
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """A hint at the name that was probably meant, if one is near."""
+    close = difflib.get_close_matches(wrong, list(known), 1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def positive(group: Any, *names: str) -> list[str]:
@@ -92,9 +168,9 @@ def share(group: Any, *names: str) -> list[str]:
     ]
 
 
-def validate(*groups: Any) -> None:
-    """Raise ConfigError naming every problem of every group."""
-    found: list[str] = []
+def validate(*groups: Any, problems: Iterable[str] = ()) -> None:
+    """Raise ConfigError naming the given `problems` and every problem of every group."""
+    found = list(problems)
     for group in groups:
         found += group.problems()
         for item in fields(group):

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvweave.config.base import WORDS, kinds_of
 from kvweave.errors import ConfigError
 
 FLAG = "--kv-events-config"
@@ -58,7 +59,7 @@ class EventsConfig:
             raise ConfigError(
                 [f'{FLAG} takes a JSON object such as {{"endpoint": "tcp://*:5557"}}']
             )
-        problems = _type_problems(cls, given)
+        problems = _type_problems(given)
         known = {item.name for item in fields(cls)}
         problems += [
             f"{FLAG} has no key {name!r}; it has {', '.join(sorted(known))}"
@@ -128,22 +129,12 @@ def _tcp(endpoint: str) -> tuple[str, int] | None:
     return host, int(port)
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "bool": (bool,),
-    "bool | None": (bool, type(None)),
-    "int": (int,),
-}
-_WORDS = {str: "a text", bool: "true or false", int: "a whole number", type(None): "null"}
-
-
-def _type_problems(kind: Any, given: dict[str, Any]) -> list[str]:
+def _type_problems(given: dict[str, Any]) -> list[str]:
+    kinds = kinds_of(EventsConfig)
     found = []
-    for item in fields(kind):
-        allowed = _TYPES[str(item.type)]
-        if item.name not in given or type(given[item.name]) in allowed:
-            continue
-        words = " or ".join(_WORDS[each] for each in allowed)
-        found.append(f"{FLAG}: {item.name} is {words}, not {json.dumps(given[item.name])}")
+    for item in fields(EventsConfig):
+        value, kind = given.get(item.name, item.default), kinds[item.name]
+        if type(value) is not kind and value is not item.default:
+            words = WORDS[kind] + (" or null" if item.default is None else "")
+            found.append(f"{FLAG}: {item.name} is {words}, not {json.dumps(value)}")
     return found

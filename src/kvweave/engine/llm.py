@@ -12,10 +12,9 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 
 from kvweave.config import EngineConfig
-from kvweave.config.base import build, leaves_of, settings_of
+from kvweave.config.base import kinds_of, make, read
 from kvweave.engine.engine import Engine
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
-from kvweave.errors import ConfigError
 from kvweave.kv.pool import IntArray
 from kvweave.reorder import Pieces, Proposal, confirmed, propose, tokens_within
 
@@ -143,12 +142,12 @@ class LLM:
 
 
 def config_of(**flags: Any) -> EngineConfig:
-    """An EngineConfig out of settings by name; ConfigError lists the names that do not exist."""
-    known = {name for kind in leaves_of(EngineConfig) for name in settings_of(kind)}
-    unknown = flags.keys() - known
-    if unknown:
-        raise ConfigError([f"there is no setting {name!r}" for name in sorted(unknown)])
-    config: EngineConfig = build(EngineConfig, flags)
+    """An EngineConfig out of settings by name; ConfigError lists unknown names and wrong types."""
+    problems: list[str] = []
+    values = read(flags.items(), kinds_of(EngineConfig), problems)
+    config: EngineConfig
+    [config] = make([EngineConfig], values, problems)
+    config.warn_without_effect(values)
     return config
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvweave.config import FuzzyConfig
-from kvweave.config.base import flag_name
+from kvweave.config.base import flag_name, read
 from kvweave.errors import ConfigError, reason
 
 NAMES = ("min_span", "min_suffix", "min_reuse_ratio", "sink_tokens", "stride", "max_share")
@@ -30,16 +30,14 @@ def read_settings(environment: Mapping[str, str] | None = None) -> FuzzyConfig:
     """
     environment = os.environ if environment is None else environment
     problems: list[str] = []
-    given = _from_file(environment.get(FILE), problems)
-    for variable, text in environment.items():
-        if variable.startswith(_PREFIX):
-            given[variable.removeprefix(_PREFIX).lower()] = (variable, text)
-    values: dict[str, Any] = {}
-    for name, (source, value) in given.items():
-        if name in NAMES:
-            _convert(name, source, value, values, problems)
-        else:
-            problems.append(f"{source} is no setting of the plug-in; it has {_spelled(NAMES)}")
+    variables = {
+        variable.removeprefix(_PREFIX).lower(): text
+        for variable, text in environment.items()
+        if variable.startswith(_PREFIX)
+    }
+    path = environment.get(FILE)
+    values = _known(_from_file(path, problems), problems, lambda name: f"{name!r} in {path}")
+    values |= _known(variables, problems, _variable)
     config = FuzzyConfig(**values)
     problems += [_in_our_words(problem) for problem in config.problems()]
     if problems:
@@ -47,8 +45,23 @@ def read_settings(environment: Mapping[str, str] | None = None) -> FuzzyConfig:
     return config
 
 
-def _from_file(path: str | None, problems: list[str]) -> dict[str, tuple[str, Any]]:
-    """Short names to (how it was spelled, value)."""
+def _known(
+    given: Mapping[str, Any], problems: list[str], spell: Callable[[str], str]
+) -> dict[str, Any]:
+    problems += [
+        f"{spell(name)} is no setting of the plug-in; it has {', '.join(map(_variable, NAMES))}"
+        for name in given
+        if name not in NAMES
+    ]
+    kinds = {name: type(getattr(FuzzyConfig(), name)) for name in NAMES}
+    return read([item for item in given.items() if item[0] in NAMES], kinds, problems, spell)
+
+
+def _variable(name: str) -> str:
+    return _PREFIX + name.upper()
+
+
+def _from_file(path: str | None, problems: list[str]) -> Mapping[str, Any]:
     if not path:
         return {}
     try:
@@ -60,29 +73,11 @@ def _from_file(path: str | None, problems: list[str]) -> dict[str, tuple[str, An
     if not isinstance(content, dict):
         problems.append(f"{FILE}={path} must hold one JSON object, name to value")
         return {}
-    return {name: (f"{name!r} in {path}", value) for name, value in content.items()}
-
-
-def _convert(
-    name: str, source: str, value: Any, values: dict[str, Any], problems: list[str]
-) -> None:
-    kind = type(getattr(FuzzyConfig(), name))
-    what = "a whole number" if kind is int else "a number"
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    try:
-        if not (isinstance(value, str) or number) or (number and kind(value) != value):
-            raise ValueError
-        values[name] = kind(value)
-    except (ValueError, OverflowError):
-        problems.append(f"{source} must be {what}, not {value!r}")
+    return content
 
 
 def _in_our_words(problem: str) -> str:
     """A problem that names flags, with the names that the plug-in's settings have."""
     for name in NAMES:
-        problem = problem.replace(flag_name(FuzzyConfig, name), _PREFIX + name.upper())
+        problem = problem.replace(flag_name(FuzzyConfig, name), _variable(name))
     return problem
-
-
-def _spelled(names: tuple[str, ...]) -> str:
-    return ", ".join(_PREFIX + name.upper() for name in names)
