@@ -16,7 +16,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kvweave.config import ClusterConfig, EngineConfig
-from kvweave.config.base import groups_of, values_of
+from kvweave.config.base import values_of
 from kvweave.config.events import EventsConfig
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
@@ -45,7 +45,7 @@ def admin_router(
     router = APIRouter()
     card, engine = service.card, service.engine
     events = EventsConfig.wanted(engine_config.cache.kv_events_config)
-    settings = _settings(*groups_of(engine_config), service.config, cluster or ClusterConfig())
+    settings = _settings(engine_config, service.config, cluster or ClusterConfig())
     versions, started = _versions(), int(time.time())
 
     def get(path: str, shape: Any, *refusals: int, **more: Any) -> Callable[..., Any]:
@@ -163,9 +163,9 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _settings(*groups: Any) -> dict[str, Any]:
+def _settings(*configs: Any) -> dict[str, Any]:
     """Every flag by its name, as it is in force; keys stay secret."""
-    settings = values_of(*groups)
+    settings = values_of(*configs)
     for secret in ("api_key", "admin_api_key"):
         settings[secret] = settings[secret] is not None
     return settings
