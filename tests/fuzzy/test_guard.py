@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from kvweave.fuzzy.guard import Guard, LateError, LentDonors, Worker
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Namespace, RequestView
+from kvweave.prefix.plan import Tier
 from support.fuzzy_world import SMALL, World, text
 
 VIEW = RequestView("r", np.arange(100, dtype=np.int32), Namespace("m"))
@@ -329,3 +333,227 @@ def test_another_namespaces_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     other = world.start([*text(2, 4), *text(1, 64)[4:]], Namespace("model", salt="b"))
     assert own.lease.plan.served > 40
     assert other.lease.plan.served == 0
+
+
+class Fatal(BaseException):
+    """As a panic in Rust arrives: not an Exception."""
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, GeneratorExit, Fatal])
+def test_exceptions_that_end_threads_cost_only_reuse(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], bounded: bool
+) -> None:
+    class Panicking(FuzzyMatchProvider):
+        def match(self, view: RequestView, exact: int) -> Iterable[Candidate]:
+            raise error
+
+        def on_published(self, run: PublishedRun) -> None:
+            raise error
+
+        def on_evicted(self, pages: IntArray) -> None:
+            raise error
+
+        def clear(self) -> None:
+            raise error
+
+        def stats(self) -> dict[str, float]:
+            raise error
+
+        def settle(self, seconds: float) -> bool:
+            raise error
+
+    monkeypatch.setattr(Panicking, "bounded", bounded)
+    world = world_with(Panicking, monkeypatch)
+    for seed in range(3):
+        assert world.serve(text(seed, 40)).lease.plan.spans == ()
+    world.cache.evict(5)
+    world.cache.reset()
+    assert not world.cache.settle(1)
+    assert world.cache.stats().provider["raised"] >= 8
+    world.check()
+
+
+def test_ctrl_c_passes_through_a_provider_in_the_main_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted(FuzzyMatchProvider):
+        bounded = True
+
+        def match(self, view: RequestView, exact: int) -> Iterable[Candidate]:
+            raise KeyboardInterrupt
+
+    world = world_with(Interrupted, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        world.start(text(1, 40))
+    world.check()  # the lease of that request is gone
+    # Raised elsewhere it does not come from the user.
+    answered: list[Any] = []
+    elsewhere = threading.Thread(target=lambda: answered.append(world.serve(text(1, 40))))
+    elsewhere.start()
+    elsewhere.join(60)
+    [running] = answered
+    assert running.lease.plan.spans == ()
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_provider_cannot_write_into_what_it_sees(
+    monkeypatch: pytest.MonkeyPatch, bounded: bool
+) -> None:
+    refused: list[str] = []
+
+    class Writing(FuzzyMatchProvider):
+        def write(self, *arrays: IntArray) -> None:
+            for array in arrays:
+                for attempt in (lambda a=array: a.fill(7), lambda a=array: a.setflags(write=True)):
+                    try:
+                        attempt()
+                    except ValueError as error:
+                        refused.append(str(error))
+
+        def match(self, view: RequestView, exact: int) -> Iterable[Candidate]:
+            self.write(view.tokens)
+            return []
+
+        def on_published(self, run: PublishedRun) -> None:
+            self.write(run.tokens, run.pages)
+            self.donors.tokens(int(run.pages[-1])).fill(9)
+
+        def on_evicted(self, pages: IntArray) -> None:
+            self.write(pages)
+
+    monkeypatch.setattr(Writing, "bounded", bounded)
+    world = world_with(Writing, monkeypatch)
+    prompt = text(1, 64)
+    running = world.serve(prompt)
+    assert running.view.tokens.tolist() == prompt
+    world.check()
+    assert world.serve([*prompt[:60], 1, 2, 3]).lease.plan.exact == 60
+    world.check()
+    world.cache.evict(4)
+    world.check()
+    assert len(refused) >= 8
+
+
+def test_proposals_in_numpy_numbers_become_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_with(Scripted, monkeypatch)
+    donor = world.start(text(1, 64))
+    assert world.compute(donor)
+    page = donor.lease.pages[9]
+    answer = [Candidate(np.int64(70), np.int32(20), page, np.int16(20))]  # type: ignore[arg-type]
+    monkeypatch.setattr(Scripted, "answer", answer)
+    monkeypatch.setattr(Scripted, "zeroed_layers", {np.int64(3)})
+    running = world.start([*text(2, 68), *text(1, 64)[18:42], *text(3, 8)])
+    [span] = running.lease.plan.spans
+    assert json.loads(json.dumps(asdict(span)))["start"] == 68
+    assert [type(one) for one in (span.start, span.length, span.donor_start)] == [int] * 3
+    [run] = world.mover.moved[-1]
+    assert [type(layer) for layer in run.zeroed] == [int]
+    world.check()
+
+
+class Broken:
+    """Raises when it is read."""
+
+    @property
+    def tier(self) -> Tier:
+        raise OSError("its tier is gone")
+
+    def __repr__(self) -> str:
+        raise OSError("even its name is gone")
+
+
+WORDS = np.arange(4, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    "proposal",
+    [
+        Broken(),
+        Candidate(10, 4, 0, 10, tier="another"),  # type: ignore[arg-type]
+        Candidate(10, 4, 0, 10, tier=Tier.EXACT),
+        Candidate(10, 4, 0, 10, Tier.PARAPHRASE, similarity=math.nan, donor_tokens=WORDS),
+        Candidate(10, 4, 0, 10, Tier.PARAPHRASE, similarity=1e300, donor_tokens=WORDS),
+        Candidate(10, 4, 0, 10, Tier.PARAPHRASE, similarity=-math.inf, donor_tokens=WORDS),
+        Candidate(10, 4, 0, 10, Tier.PARAPHRASE, similarity="alike", donor_tokens=WORDS),  # type: ignore[arg-type]
+        Candidate(10, 4, 0, 10, Tier.PARAPHRASE, lead=0.5, donor_tokens=WORDS),  # type: ignore[arg-type]
+        Candidate(10, 4, 0, 10, Tier.PARAPHRASE, donor_tokens=None),
+        Candidate(10, 4, 0, 10, Tier.PARAPHRASE, donor_tokens=WORDS[:3]),
+        Candidate(10, 4, 0, 10, Tier.PARAPHRASE, donor_tokens=WORDS.astype(np.float64)),  # type: ignore[arg-type]
+        Candidate(10, 4, 0, 10, Tier.PARAPHRASE, donor_tokens=WORDS.astype(np.int64) + 2**40),
+    ],
+)
+def test_proposals_of_wrong_types_are_refused_at_the_border(proposal: Any) -> None:
+    guard, _, _ = guarded()
+    provider = guard._provider
+    assert isinstance(provider, Scripted)
+    provider.answer = [proposal, ANSWER]
+    assert guard.match(VIEW, 0) == [ANSWER]
+    assert guard.counts["refused"] == 1
+
+
+def test_the_donors_words_are_copied_when_they_are_proposed() -> None:
+    guard, _, _ = guarded()
+    theirs = WORDS.astype(np.int64)
+    provider = guard._provider
+    assert isinstance(provider, Scripted)
+    words = Candidate(
+        10, 4, 0, 10, Tier.PARAPHRASE, similarity=np.float32(1.0000001), donor_tokens=theirs
+    )  # type: ignore[arg-type]
+    provider.answer = [words]
+    [found] = guard.match(VIEW, 0)
+    theirs.fill(9)
+    assert found.donor_tokens is not None
+    assert found.donor_tokens.tolist() == WORDS.tolist()
+    assert (found.similarity, type(found.similarity)) == (1.0, float)
+
+
+def test_layers_that_cannot_be_read_cost_only_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(self: Scripted) -> frozenset[int]:
+        raise OSError("no layers")
+
+    monkeypatch.setattr(Scripted, "zeroed_layers", property(gone))
+    world = world_with(Scripted, monkeypatch)
+    donor = world.start(text(1, 64))
+    assert world.compute(donor)
+    monkeypatch.setattr(Scripted, "answer", [Candidate(8, 20, int(donor.lease.pages[7]), 8)])
+    running = world.start([*text(2, 4), *text(1, 64)[4:]])
+    assert running.lease.plan.spans == ()
+    assert world.cache.stats().provider["raised"] == 1
+    world.check()
+
+
+def test_a_provider_that_is_slow_to_be_told_rests_and_hears_of_evictions_later() -> None:
+    """Each call is within its limit; together they would stop every step."""
+    guard, _, clock = guarded()
+    told: list[tuple[str, list[int]]] = []
+
+    class Sleepy(Scripted):
+        def on_published(self, run: PublishedRun) -> None:
+            clock.now += 0.045
+            told.append(("published", run.pages.tolist()))
+
+        def on_evicted(self, pages: IntArray) -> None:
+            told.append(("evicted", pages.tolist()))
+
+    guard._provider = Sleepy(guard._donors, SMALL)
+
+    def publish(page: int) -> None:
+        pages = np.array([page], np.int32)
+        guard.on_published(PublishedRun("r", Namespace("m"), pages, 0, pages))
+
+    for page in range(8):
+        publish(page)
+    assert told == [("published", [0]), ("published", [1])]
+    assert guard.counts["resting"] == 6
+    guard.on_evicted(np.array([1, 5], np.int32))
+    guard.on_evicted(np.array([1], np.int32))
+    assert len(told) == 2
+    clock.now += 0.045 / guards.TELLING_SHARE
+    publish(9)
+    assert told[2:] == [("evicted", [1, 5]), ("published", [9])]
+    began, spent = clock.now, len(told)
+    while clock.now < began + 100:
+        publish(3)
+        clock.now += 0.01
+    assert (len(told) - spent) * 0.045 <= guards.TELLING_SHARE * 101

@@ -92,7 +92,9 @@ class FuzzyCache(RadixCache):
         super().release(lease)
 
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
-        self._donors.publisher, self._donors.semantic = lease.rid, lease.semantic
+        donors = self._donors
+        donors.publisher, donors.semantic = lease.rid, lease.semantic
+        donors.prompt_end = lease.plan.publishable // self.page_size * self.page_size
         super().publish(lease, tokens, computed)
 
     def record(self, lease: Lease) -> None:
@@ -185,7 +187,7 @@ class FuzzyCache(RadixCache):
         runs = []
         claims, others = split_tiers(self._guard.match(view, exact))
         for claim in claims:
-            run = self._verified(view, claim)
+            run = self._donors.verified(view, claim)
             if run is None:
                 self._guard.refuse(claim)
             else:
@@ -194,12 +196,6 @@ class FuzzyCache(RadixCache):
         if not others or not view.semantic:
             return pieces
         return self.paraphrases.fill(view, exact, pieces, others)
-
-    def _verified(self, view: RequestView, claim: Candidate) -> Candidate | None:
-        try:
-            return self._donors.verified(view, claim)
-        except Exception:  # it came from elsewhere, and may be anything
-            return None
 
     def _realize(self, lease: RadixLease, pieces: list[Candidate], recompute: float) -> None:
         """Copy the donors' KV into pages of the lease's own; if that fails, it stays exact."""
@@ -254,6 +250,5 @@ def split_tiers(candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[
     moved: list[Candidate] = []
     paraphrased: list[Candidate] = []
     for each in candidates:
-        tier = getattr(each, "tier", Tier.MOVED)  # it came from elsewhere, and may be anything
-        (paraphrased if tier is Tier.PARAPHRASE else moved).append(each)
+        (paraphrased if each.tier is Tier.PARAPHRASE else moved).append(each)
     return moved, paraphrased

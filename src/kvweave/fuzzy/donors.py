@@ -7,7 +7,7 @@ gave back is not; observing the tree keeps the map from pages to nodes right in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -41,6 +41,8 @@ class DonorTree:
         self.decode: Callable[[IntArray], str] | None = None
         self.publisher = ""
         """The request that publishes right now."""
+        self.prompt_end = 0
+        """Up to this position, in whole pages, it will publish its prompt."""
         self.semantic = True
         """Whether it allows its meaning to be compared."""
         self.leases: set[Lease] = set()
@@ -173,9 +175,15 @@ class DonorTree:
         self._order[pages] = node.order
         self._depth[pages] = np.arange(depth, depth + len(pages))
         if self.listener is not None:
-            tokens = node.tokens[first_page * self.page_size :]
-            start = depth * self.page_size
-            run = PublishedRun(self.publisher, node.namespace, pages, start, tokens, self.semantic)
+            run = PublishedRun(
+                rid=self.publisher,
+                namespace=node.namespace,
+                pages=read_only(pages),
+                start=depth * self.page_size,
+                tokens=read_only(node.tokens[first_page * self.page_size :]),
+                semantic=self.semantic,
+                complete=node.end >= self.prompt_end,
+            )
             self.listener.on_published(run)
 
     def on_split(self, upper: Node, lower: Node) -> None:
@@ -188,7 +196,7 @@ class DonorTree:
         if not first_page:
             del self._nodes[node.order]
         if self.listener is not None:
-            self.listener.on_evicted(pages)
+            self.listener.on_evicted(read_only(pages))
 
     def on_reset(self) -> None:
         self._nodes.clear()
@@ -211,6 +219,11 @@ class DonorTree:
         if not np.array_equal(order, self._order):
             page = int(np.flatnonzero(order != self._order)[0])
             raise IntegrityError(f"page {page} is not at node {self._order[page]}")
+
+
+def read_only(array: IntArray) -> IntArray:
+    """The same memory, which nobody can write through the result."""
+    return cast(IntArray, np.asarray(array.data.toreadonly()))
 
 
 def slots_of(pages: IntArray, page_size: int, begin: int, end: int) -> IntArray:

@@ -61,8 +61,9 @@ class PublishedRun:
     """Pages that request `rid` has just computed exactly and handed to the cache.
 
     `pages[i]` holds `tokens[i * page_size : (i + 1) * page_size]`, the first at position `start`.
-    Both arrays (int32) are only lent for the duration of the call. Of what is not `semantic`,
-    nobody may compare the meaning.
+    Both arrays are int32, read-only, and valid during the call only. Text that is not `semantic`
+    must not be compared by meaning. `complete` says that no page of the request's prompt is still
+    to come: a provider that works on whole prompts need not look at the parts before.
     """
 
     rid: str
@@ -71,6 +72,7 @@ class PublishedRun:
     start: int
     tokens: IntArray
     semantic: bool = True
+    complete: bool = True
 
 
 class Donors(Protocol):
