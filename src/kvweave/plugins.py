@@ -83,7 +83,7 @@ FUZZY_PROVIDERS = Registry(
     group="kvweave.fuzzy_providers",
 )
 VERIFIERS = Registry(
-    "verifier", {"nli": "kvweave.paraphrase.nli:Entailment"}, group="kvweave.verifiers"
+    "verifier", {"nli": "kvweave.paraphrase.verifiers:Entailment"}, group="kvweave.verifiers"
 )
 EMBEDDERS = Registry(
     "embedder",

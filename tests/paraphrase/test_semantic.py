@@ -1,4 +1,4 @@
-"""Served in other words: which, from whom, and who never is."""
+"""Tests of the semantic provider: which paraphrases are served, from which donors, and when not."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def test_nor_is_it_served_what_others_propose(world: SemanticWorld) -> None:
 def test_nothing_is_embedded_for_later_while_a_request_holds_pages(world: SemanticWorld) -> None:
     busy = world.start(world.text.encode(story(9, 4)))
     world.serve(world.text.encode(prompt(DONOR)))
-    desk = world.provider.queue
-    assert not desk.settle(20 * desk._quiet)
+    queue = world.provider.queue
+    assert not queue.settle(20 * queue._quiet)
     assert world.meaning.texts == []
     world.finish(busy)
     world.settle()
@@ -159,16 +159,16 @@ def test_a_cache_that_nobody_holds_is_let_go(monkeypatch: pytest.MonkeyPatch) ->
     world = SemanticWorld(monkeypatch)
     world.teach(prompt(DONOR))
     world.ask(prompt(ASKED))
-    cache, desk = weakref.ref(world.cache), weakref.ref(world.provider.queue)
+    cache, queue = weakref.ref(world.cache), weakref.ref(world.provider.queue)
     monkeypatch.undo()
     del world
     for _ in range(400):
         gc.collect()
-        if cache() is None and desk() is None:
+        if cache() is None and queue() is None:
             break
         time.sleep(0.05)
     assert cache() is None
-    assert desk() is None
+    assert queue() is None
 
 
 def test_facts_decide(world: SemanticWorld) -> None:
@@ -234,6 +234,34 @@ def test_namespaces_share_no_meaning(world: SemanticWorld) -> None:
     world.check()
 
 
+def test_what_one_tenant_sent_changes_nothing_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what is served nor what is waited for: a guess at another's text shows no trace."""
+    monkeypatch.setattr("kvweave.paraphrase.gate.differing", lambda donor, recipient: None)
+    theirs, mine = Namespace("model", salt="theirs"), Namespace("model", salt="mine")
+
+    def served(known: str, seconds: float) -> tuple[list[tuple[str, int]], list[str]]:
+        """What is served to one tenant, and embedded for it, after another sent `known`."""
+        world = SemanticWorld(monkeypatch)
+        world.teach(prompt(known), namespace=theirs)
+        running = world.ask(prompt(known), namespace=theirs)
+        world.finish(running)
+        world.provider.queue.vectors(theirs, [known], 20)
+        world.teach(prompt(DONOR), namespace=mine)
+        embedded = len(world.meaning.texts)
+        monkeypatch.setattr(world.provider, "_seconds", seconds)
+        running = world.ask(prompt(ASKED), namespace=mine)
+        world.settle()
+        return tiers(running), world.meaning.texts[embedded:]
+
+    late = served("Nothing of the kind stands here.", 0.0)
+    assert late == served(ASKED, 0.0)
+    assert [tier for tier, _ in late[0]] == ["moved"]
+    assert late[1] == [ASKED]
+    in_time = served("Nothing of the kind stands here.", 20.0)
+    assert in_time == served(ASKED, 20.0)
+    assert "paraphrase" in dict(in_time[0])
+
+
 def test_a_namespace_that_never_asks_is_not_embedded(world: SemanticWorld) -> None:
     world.teach(prompt(DONOR), fuzzy=False)
     assert world.meaning.texts == []
@@ -279,14 +307,14 @@ def test_donors_go_with_their_pages(world: SemanticWorld) -> None:
 def test_pages_that_change_hands_before_they_are_embedded_are_forgotten(
     world: SemanticWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = world.provider.queue
-    desk._quiet = 1e9  # nothing happens in the background
+    queue = world.provider.queue
+    queue._quiet = 1e9  # nothing happens in the background
     world.serve(world.text.encode(prompt(DONOR)))
     world.cache.evict(10_000)
     world.serve(world.text.encode(story(11) + " " + story(12)))
-    desk._quiet = 0.0
-    with desk._changed:
-        desk._changed.notify_all()
+    queue._quiet = 0.0
+    with queue._changed:
+        queue._changed.notify_all()
     world.settle()
     texts = {world.text.decode(e.tokens).strip() for _, e in world.provider.index._entries.values()}
     assert texts
@@ -359,7 +387,7 @@ def test_one_that_is_late_has_it_ready_for_the_next(
 ) -> None:
     world.teach(prompt(DONOR))
     monkeypatch.setattr(world.provider, "_seconds", 0.0)
-    world.provider.queue.vectors(["warm the thread up"], 5)
+    world.provider.queue.vectors(HERE, ["warm the thread up"], 5)
     first = world.ask(prompt(ASKED))
     world.settle()
     second = world.ask(prompt(ASKED))

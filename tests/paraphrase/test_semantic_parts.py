@@ -1,4 +1,4 @@
-"""What the semantic provider is made of: passages, vectors, the desk and the embedder's process."""
+"""Tests of the semantic provider's parts: passages, vectors, the queue, the embedder's process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.paraphrase.embedder_process import EmbedderProcess
+from kvweave.paraphrase.embedders import EmbedderProcess
 from kvweave.paraphrase.embedding_queue import EmbeddingQueue
 from kvweave.paraphrase.gate import LONGEST, Cutter
 from kvweave.paraphrase.vectors import Entry, VectorIndex
 from kvweave.plugins import EMBEDDERS
 from kvweave.prefix.lease import Namespace
+from support.fuzzy_world import HERE
 from support.semantic_world import Meaning, Words
 
 # Passages.
@@ -125,7 +126,7 @@ def test_an_entry_larger_than_the_index_is_left_out() -> None:
     assert index.nearest(SPACES[0], np.ones(8, np.float32), 3, 0.0) == []
 
 
-# The desk.
+# The queue.
 
 
 class Slow(Meaning):
@@ -142,100 +143,113 @@ class Slow(Meaning):
 
 def test_who_waits_goes_before_what_can_wait() -> None:
     slow, delivered = Slow(), []
-    desk = EmbeddingQueue(slow, quiet=0.01)
+    queue = EmbeddingQueue(slow, quiet=0.01)
     for text in ("first", "second"):
-        desk.later(lambda text=text: [text], delivered.append)
-    while not desk._working:
+        queue.later(HERE, lambda text=text: [text], delivered.append)
+    while not queue._working:
         time.sleep(0.005)
-    asked = threading.Thread(target=desk.vectors, args=(["urgent"], 20))
+    asked = threading.Thread(target=queue.vectors, args=(HERE, ["urgent"], 20))
     asked.start()
-    while not desk._urgent:
+    while not queue._urgent:
         time.sleep(0.005)
     slow.let.release(3)
-    assert desk.settle(20)
+    assert queue.settle(20)
     asked.join()
     assert slow.texts == ["first", "urgent", "second"]
     assert len(delivered) == 2
 
 
-def test_errands_wait_until_the_engine_is_quiet_but_not_for_ever() -> None:
+def test_tasks_wait_until_the_engine_is_quiet_but_not_for_ever() -> None:
     now = [0.0]
     meaning = Meaning()
-    desk = EmbeddingQueue(meaning, quiet=0.02, clock=lambda: now[0])
-    desk._quiet = 1.0
-    desk.later(lambda: ["a"], lambda vectors: None)
+    queue = EmbeddingQueue(meaning, quiet=0.02, clock=lambda: now[0])
+    queue._quiet = 1.0
+    queue.later(HERE, lambda: ["a"], lambda vectors: None)
     time.sleep(0.1)
     assert meaning.texts == []
     now[0] = 0.9
-    desk.busy()
+    queue.busy()
     now[0] = 1.5  # quiet for 0.6 only
     time.sleep(0.1)
     assert meaning.texts == []
     for second in range(2, 40):  # never quiet
         now[0] = float(second)
-        desk.busy()
-    assert desk.settle(20)
+        queue.busy()
+    assert queue.settle(20)
     assert meaning.texts == ["a"]
 
 
-def test_errands_wait_while_a_request_runs_however_long_it_shows_nothing() -> None:
+def test_tasks_wait_while_a_request_runs_however_long_it_shows_nothing() -> None:
     """As in the forward pass of a long prompt."""
     now, running = [0.0], [True]
     meaning = Meaning()
-    desk = EmbeddingQueue(meaning, quiet=0.02, clock=lambda: now[0], running=lambda: running[0])
-    desk._quiet = 1.0
-    desk.later(lambda: ["a"], lambda vectors: None)
+    queue = EmbeddingQueue(meaning, quiet=0.02, clock=lambda: now[0], running=lambda: running[0])
+    queue._quiet = 1.0
+    queue.later(HERE, lambda: ["a"], lambda vectors: None)
     for second in (5.0, 10.0):
         now[0] = second
-        with desk._changed:
-            desk._changed.notify_all()
+        with queue._changed:
+            queue._changed.notify_all()
         time.sleep(0.05)
         assert meaning.texts == []
     running[0] = False
     now[0] = 10.9  # it has ended, but not for a second
-    with desk._changed:
-        desk._changed.notify_all()
+    with queue._changed:
+        queue._changed.notify_all()
     time.sleep(0.05)
     assert meaning.texts == []
     now[0] = 11.5
-    assert desk.settle(20)
+    assert queue.settle(20)
     assert meaning.texts == ["a"]
 
 
 def test_what_was_embedded_is_not_embedded_again() -> None:
     meaning, delivered = Meaning(), []
-    desk = EmbeddingQueue(meaning, quiet=0.01)
+    queue = EmbeddingQueue(meaning, quiet=0.01)
     for texts in (["a", "b"], ["b", "a", "c"]):
-        desk.later(lambda texts=texts: texts, delivered.append)
-    assert desk.settle(20)
+        queue.later(HERE, lambda texts=texts: texts, delivered.append)
+    assert queue.settle(20)
     assert sorted(meaning.texts) == ["a", "b", "c"]
     assert [len(vectors) for vectors in delivered] == [2, 3]
     assert np.array_equal(delivered[1][:2], delivered[0][::-1])
-    assert desk.vectors(["c"], 0.0)[0] is not None
+    assert queue.vectors(HERE, ["c"], 0.0)[0] is not None
+
+
+def test_texts_of_one_namespace_are_unknown_in_another() -> None:
+    meaning = Meaning()
+    queue = EmbeddingQueue(meaning, quiet=0.01)
+    ours, theirs = Namespace("m", salt="a"), Namespace("m", salt="b")
+    queue.later(ours, lambda: ["a", "b"], lambda vectors: None)
+    assert queue.settle(20)
+    assert queue.vectors(ours, ["a"], 0.0)[0] is not None
+    assert queue.vectors(theirs, ["b"], 20)[0] is not None
+    queue.later(theirs, lambda: ["a"], lambda vectors: None)
+    assert queue.settle(20)
+    assert meaning.texts == ["a", "b", "b", "a"]
 
 
 def test_late_ones_are_there_the_next_time() -> None:
     slow = Slow()
-    desk = EmbeddingQueue(slow, quiet=0.01)
-    assert desk.vectors(["a", "b"], 0.01) == [None, None]
+    queue = EmbeddingQueue(slow, quiet=0.01)
+    assert queue.vectors(HERE, ["a", "b"], 0.01) == [None, None]
     slow.let.release(5)
-    assert desk.settle(20)
-    found = desk.vectors(["b", "a"], 0.0)
+    assert queue.settle(20)
+    found = queue.vectors(HERE, ["b", "a"], 0.0)
     assert all(each is not None for each in found)
     assert sorted(slow.texts) == ["a", "b"]
 
 
-def test_there_is_room_for_so_many_errands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_room_for_so_many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvweave.paraphrase.embedding_queue._MOST_TASKS", 3)
     slow, ran = Slow(), []
-    desk = EmbeddingQueue(slow, quiet=1e6)
+    queue = EmbeddingQueue(slow, quiet=1e6)
     for text in "abcde":
-        desk.later(lambda text=text: ran.append(text) or [], lambda vectors: None)
-    assert desk.counts["dropped"] == 2
-    desk._quiet = 0.0
-    with desk._changed:
-        desk._changed.notify_all()
-    assert desk.settle(20)
+        queue.later(HERE, lambda text=text: ran.append(text) or [], lambda vectors: None)
+    assert queue.counts["dropped"] == 2
+    queue._quiet = 0.0
+    with queue._changed:
+        queue._changed.notify_all()
+    assert queue.settle(20)
     assert ran == ["c", "d", "e"]
 
 
@@ -243,18 +257,18 @@ def test_of_late_texts_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     """Prompts may come faster than they are embedded, for hours."""
     monkeypatch.setattr("kvweave.paraphrase.embedding_queue._MOST_URGENT", 3)
     slow = Slow()
-    desk = EmbeddingQueue(slow, quiet=0.01)
-    desk.vectors(["at work"], 0.0)
-    while not desk._working:
+    queue = EmbeddingQueue(slow, quiet=0.01)
+    queue.vectors(HERE, ["at work"], 0.0)
+    while not queue._working:
         time.sleep(0.005)
     for text in "abcde":
-        assert desk.vectors([text], 0.0) == [None]
-    assert desk.counts["dropped"] == 2
+        assert queue.vectors(HERE, [text], 0.0) == [None]
+    assert queue.counts["dropped"] == 2
     slow.let.release(2)
-    assert desk.settle(20)
+    assert queue.settle(20)
     assert slow.texts == ["at work", "c", "d", "e"]
-    assert not desk._coming
-    [found] = desk.vectors(["e"], 0.0)
+    assert not queue._coming
+    [found] = queue.vectors(HERE, ["e"], 0.0)
     assert found is not None
 
 
@@ -267,38 +281,52 @@ def test_an_embedder_that_fails_too_often_is_not_asked_again_by_anybody() -> Non
             return super().encode(texts)[:-1]  # a vector too few
 
     short = Short()
-    desk = EmbeddingQueue(short, quiet=1e6)
-    desk.later(lambda: ["whenever"], lambda vectors: None)
-    desk.vectors([str(at) for at in range(80)], 0.0)
+    queue = EmbeddingQueue(short, quiet=1e6)
+    queue.later(HERE, lambda: ["whenever"], lambda vectors: None)
+    queue.vectors(HERE, [str(at) for at in range(80)], 0.0)
     short.let.release(80)
-    assert desk.settle(20)
+    assert queue.settle(20)
     deadline = time.monotonic() + 20
-    while (desk._urgent or desk._working) and time.monotonic() < deadline:
+    while (queue._urgent or queue._working) and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert desk.dead
+    assert queue.dead
     assert len(asked) == 3
-    assert not any((desk._urgent, desk._coming, desk._tasks))
+    assert not any((queue._urgent, queue._coming, queue._tasks))
 
 
-def test_an_errand_that_raises_costs_only_itself(caplog: pytest.LogCaptureFixture) -> None:
-    desk, delivered = EmbeddingQueue(Meaning(), quiet=0.01), []
+def test_a_panic_in_the_embedder_is_a_failure_like_others() -> None:
+    class Panicking(Meaning):
+        def encode(self, texts: Sequence[str]) -> np.ndarray:
+            if not self.texts:
+                self.texts.append("panicked")
+                raise SystemExit
+            return super().encode(texts)  # type: ignore[no-any-return]
+
+    queue = EmbeddingQueue(Panicking(), quiet=0.01)
+    assert queue.vectors(HERE, ["a"], 20) == [None]
+    assert queue.vectors(HERE, ["a"], 20)[0] is not None
+    assert queue.counts["failed"] == 1
+
+
+def test_a_task_that_raises_costs_only_itself(caplog: pytest.LogCaptureFixture) -> None:
+    queue, delivered = EmbeddingQueue(Meaning(), quiet=0.01), []
 
     def broken() -> list[str]:
         raise KeyError("page")
 
-    desk.later(broken, delivered.append)
-    desk.later(lambda: ["a"], delivered.append)
-    assert desk.settle(20)
+    queue.later(HERE, broken, delivered.append)
+    queue.later(HERE, lambda: ["a"], delivered.append)
+    assert queue.settle(20)
     assert len(delivered) == 1
     assert "could not be prepared" in caplog.text
 
 
-def test_a_desk_that_nobody_holds_ends() -> None:
-    desk = EmbeddingQueue(Meaning(), quiet=0.01)
-    desk.vectors(["a"], 20)
+def test_a_queue_that_nobody_holds_ends() -> None:
+    queue = EmbeddingQueue(Meaning(), quiet=0.01)
+    queue.vectors(HERE, ["a"], 20)
     before = [each for each in threading.enumerate() if each.name == "kvweave-embedder"]
-    desk.close()
-    assert desk.vectors(["b"], 0.1) == [None]
+    queue.close()
+    assert queue.vectors(HERE, ["b"], 0.1) == [None]
     deadline = time.monotonic() + 20
     while all(each.is_alive() for each in before) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -314,16 +342,16 @@ def test_an_embedder_that_ends_because_all_is_over_is_no_fault(
             raise RuntimeError("the embedder has died")
 
     ending = Ending()
-    desk = EmbeddingQueue(ending, quiet=0.01)
-    asked = threading.Thread(target=desk.vectors, args=(["a"], 20))
+    queue = EmbeddingQueue(ending, quiet=0.01)
+    asked = threading.Thread(target=queue.vectors, args=(HERE, ["a"], 20))
     asked.start()
-    while not desk._working:
+    while not queue._working:
         time.sleep(0.005)
-    desk.close()
+    queue.close()
     ending.let.release()
     asked.join()
-    assert desk.settle(20)
-    assert (desk.counts["failed"], caplog.text) == (0, "")
+    assert queue.settle(20)
+    assert (queue.counts["failed"], caplog.text) == (0, "")
 
 
 # The process.

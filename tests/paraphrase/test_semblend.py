@@ -1,7 +1,7 @@
-"""What semblend proposes, and what becomes of it.
+"""Tests of the semblend adapter: what the package proposes, and what of it is served.
 
-Its surface is faked, so that every kind of answer can be had; where the package is installed, the
-fake is compared with it. Of its answers are refused, and why:
+The package's interface is faked for full control of its answers; where the package is installed,
+the fake is compared with it. These answers are refused:
 
 - a moved document at a position where other tokens stand: the tokens differ;
 - chunks that are alike but not equal ("fuzzy chunks"): the tokens differ, the whole run is dropped;
@@ -316,6 +316,26 @@ def test_the_salt_is_part_of_its_key(world: SemanticWorld, adapter: FakeAdapter)
     # Even if it mixed them up, nothing would cross.
     adapter.answer = Result(segments=[Segment(list(range(2, 80)), adapter.slots[0][26:104])])
     assert spans(start(world, f"{DOCUMENT} {TAIL}", namespace=theirs)) == []
+
+
+def test_a_prompt_is_registered_once_when_its_last_page_is_there(
+    world: SemanticWorld, adapter: FakeAdapter
+) -> None:
+    prompt = world.text.encode(f"{HEAD} {DOCUMENT} {TAIL}")
+    running = world.start(prompt)
+    while running.done < len(prompt) - 8:
+        assert world.compute(running, 8)
+    assert adapter.slots == []
+    assert world.compute(running)
+    assert [len(slots) for slots in adapter.slots] == [len(prompt) // 4 * 4]
+    for _ in range(len(prompt)):  # its answer
+        running.tokens.append(prompt[0])
+        assert world.compute(running)
+    assert len(adapter.slots) == 2
+    assert len(adapter.slots[1]) >= 1.5 * len(adapter.slots[0])
+    # Only the longer path is known.
+    assert world.cache.stats().provider["donors"] == 1
+    world.check()
 
 
 def test_whoever_wants_no_meaning_compared_is_unknown_to_it(

@@ -1,4 +1,4 @@
-"""Verifiers of other packages, and the one that asks a model: they may object, and cost no more."""
+"""Tests of verifiers, of other packages and the built-in one: they may object, and cost no more."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from kvweave import plugins
 from kvweave.config import FuzzyConfig, validate
 from kvweave.errors import ConfigError
 from kvweave.fuzzy.facts import Verifier
-from kvweave.paraphrase.nli import Entailment
-from kvweave.paraphrase.verifiers import VerifierWorker, create_verifier
+from kvweave.paraphrase.verifiers import Entailment, VerifierWorker, create_verifier
 from kvweave.plugins import VERIFIERS, choices_of
+from kvweave.prefix.lease import Namespace
 from kvweave.prefix.plan import Tier
+from support.fuzzy_world import HERE
 from support.semantic_world import QUESTION, SEMANTIC, SemanticWorld, story
 
 HEAD, TAIL = story(1), story(2)
@@ -128,14 +129,14 @@ def test_one_that_hangs_costs_a_request_no_more_than_the_budget_once(
     donors = [f"A child requires a big visa of kind k{at} for it." for at in range(4)]
     asked = [f"A kid needs a large visa of kind k{at} for it." for at in range(4)]
     world.teach(f"{HEAD} {' '.join(donors)} {TAIL}{QUESTION}")
-    world.provider.queue.vectors(asked, 20)  # these are known, and wait for nothing
+    world.provider.queue.vectors(HERE, asked, 20)  # these are known, and wait for nothing
     let = threading.Event()
     fake.does = lambda: let.wait(60) and None
     waits: list[float] = []
-    bench = world.cache.paraphrases._verifier
-    assert bench is not None
-    run = bench._worker.run
-    bench._worker.run = lambda call, left: waits.append(left) or run(call, left)  # type: ignore[method-assign,func-returns-value]
+    worker = world.cache.paraphrases._verifier
+    assert worker is not None
+    run = worker._worker.run
+    worker._worker.run = lambda call, left: waits.append(left) or run(call, left)  # type: ignore[method-assign,func-returns-value]
     assert not served(world, *asked)
     assert not served(world, *asked)
     assert len(fake.asked) == 1
@@ -143,7 +144,7 @@ def test_one_that_hangs_costs_a_request_no_more_than_the_budget_once(
     assert waits[0] <= 0.2
     let.set()
     deadline = time.monotonic() + 20
-    while not bench._known and time.monotonic() < deadline:
+    while not worker._known and time.monotonic() < deadline:
         time.sleep(0.005)
     # What came too late is there for the next one, and nobody is asked again.
     fake.does = lambda: "no"
@@ -152,14 +153,35 @@ def test_one_that_hangs_costs_a_request_no_more_than_the_budget_once(
 
 def test_a_budget_is_shared_by_all_questions_of_a_prompt() -> None:
     left: list[float] = []
-    bench = VerifierWorker(lambda donor, recipient: None)
-    bench._worker.run = lambda call, seconds: left.append(seconds)  # type: ignore[method-assign,func-returns-value]
+    worker = VerifierWorker(lambda donor, recipient: None)
+    worker._worker.run = lambda call, seconds: left.append(seconds)  # type: ignore[method-assign,func-returns-value]
     until = time.perf_counter() + 5
     for at in range(3):
-        bench.objection(str(at), "it", until)
+        worker.objection(HERE, str(at), "it", until)
     assert 5 > left[0] > left[1] > left[2]
-    bench.objection("past it", "it", time.perf_counter() - 1)
+    worker.objection(HERE, "past it", "it", time.perf_counter() - 1)
     assert left[3] == 0
+
+
+def test_answers_are_remembered_by_namespace() -> None:
+    asked: list[str] = []
+    worker = VerifierWorker(lambda donor, recipient: asked.append(donor))  # type: ignore[func-returns-value]
+    until = time.perf_counter() + 20
+    for salt in ("a", "a", "b"):
+        assert worker.objection(Namespace("m", salt=salt), "it", "is", until) is None
+    assert asked == ["it", "it"]
+
+
+def test_a_panic_in_a_verifier_is_an_objection() -> None:
+    def panics(donor: str, recipient: str) -> str | None:
+        raise SystemExit
+
+    worker = VerifierWorker(panics)
+    for at in range(4):
+        found = worker.objection(HERE, str(at), "it", time.perf_counter() + 20)
+        assert found is not None
+        assert found[0] == "failed"
+    assert "not asked any more" in found[1]
 
 
 # Names.
@@ -252,7 +274,7 @@ def test_nli_wants_either_text_to_follow_from_the_other(
         def ask(self, pairs: list[list[str]]) -> Any:
             return np.array([[likely[tuple(pair)]] for pair in pairs], np.float32)  # type: ignore[index]
 
-    monkeypatch.setattr("kvweave.paraphrase.nli.ModelSubprocess", Told)
+    monkeypatch.setattr("kvweave.paraphrase.verifiers.ModelSubprocess", Told)
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "bert", "id2label": {"0": "ENTAILMENT", "1": "neutral"}})
     )

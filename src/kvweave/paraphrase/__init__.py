@@ -1,1 +1,1 @@
-"""Other words for the same: donors nominated by meaning, for what alignment left over."""
+"""Reuse of KV between texts of equal meaning: donors found by meaning, judged by their facts."""

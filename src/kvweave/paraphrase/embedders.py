@@ -1,8 +1,12 @@
-"""Sentence embedders by name. Each comes in a package of its own, loaded when it is asked for."""
+"""Sentence embedders by name, each from a package of its own, and the process that runs one.
+
+`python -m kvweave.paraphrase.embedders NAME` is that process.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, cast
@@ -11,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvweave.errors import ConfigError
+from kvweave.paraphrase.model_subprocess import ModelSubprocess, serve
 from kvweave.plugins import EMBEDDERS
 
 Vectors = npt.NDArray[np.float32]
 
 
 class Embedder(Protocol):
-    """Turns texts into directions: the closer in meaning, the smaller the angle."""
+    """Turns texts into unit vectors: the closer in meaning, the smaller the angle between them."""
 
     def encode(self, texts: Sequence[str]) -> Vectors:
         """float32 (len(texts), dimension), each of length 1. May take long, and may raise."""
@@ -73,7 +78,7 @@ class UniversalSentenceEncoder:
 
 class _Package(NamedTuple):
     module: str
-    """What has to be importable."""
+    """The module that must be importable."""
     advice: str
     """How to install it."""
 
@@ -89,7 +94,7 @@ _PACKAGES = {
 
 
 def check_embedder(name: str) -> None:
-    """ConfigError, and what to do about it, if the embedder's package is not installed."""
+    """ConfigError with the command to install it if the embedder's package is missing."""
     package = _PACKAGES[name]
     if find_spec(package.module) is None:
         raise ConfigError([f"--fuzzy-semantic-embedder {name} is not installed: {package.advice}"])
@@ -101,5 +106,26 @@ def make_embedder(name: str) -> Embedder:
     return cast(Embedder, EMBEDDERS.make(name))
 
 
+class EmbedderProcess:
+    """An Embedder in a process of its own, for one thread at a time. It begins to load at once."""
+
+    def __init__(self, name: str) -> None:
+        """ConfigError if the embedder is not installed."""
+        check_embedder(name)
+        self._process = ModelSubprocess(f"embedder {name}", __name__, name)
+
+    def encode(self, texts: Sequence[str]) -> Vectors:
+        """Raises RuntimeError if the process died; the next call starts another."""
+        return self._process.ask(list(texts))
+
+    def close(self) -> None:
+        """End the process. Twice is harmless."""
+        self._process.close()
+
+
 def _imported(module: str) -> Any:
     return importlib.import_module(module)
+
+
+if __name__ == "__main__":
+    serve(lambda: make_embedder(sys.argv[1]).encode, ["The first text loads the rest."])

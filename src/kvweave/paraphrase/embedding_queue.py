@@ -1,4 +1,8 @@
-"""Who is embedded when: what somebody waits for at once, everything else while nobody computes."""
+"""Schedules embedding: requests that block a prompt first, background tasks when the engine idles.
+
+Everything that is remembered belongs to a namespace. A text that one tenant sent is unknown to
+another, in what is served and in how long it takes.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +13,52 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvweave.fuzzy.guard import contained
 from kvweave.paraphrase.embedders import Embedder, Vectors
+from kvweave.prefix.lease import Namespace
 
 _log = logging.getLogger(__name__)
 
-Task: TypeAlias = Callable[[], "Sequence[str]"]
-"""Run on the desk's thread, it says which texts to embed."""
+Texts: TypeAlias = Callable[[], "Sequence[str]"]
 Delivery: TypeAlias = Callable[[Vectors], None]
 
 _QUIET = 1.0
-"""Seconds without a sign of life from the engine after which it counts as idle."""
+"""Seconds without activity of the engine after which it counts as idle."""
 _PATIENCE, _BUSY_SHARE = 30.0, 0.05
-"""Errands that waited so long get this share of the time although the engine is busy."""
+"""Tasks that waited so long get this share of the time although the engine is busy."""
 _MOST_TASKS = 4096
 _MOST_URGENT = 256
-"""Texts that were too late for their own prompts, and wait to be there for the next."""
+"""Texts that were too late for their own prompts and are embedded for the next ones."""
 _BATCH = 16
 _REMEMBERED = 2048
 _MOST_FAILURES = 3
 
 
+class _Text(NamedTuple):
+    """A text of one tenant."""
+
+    namespace: Namespace
+    text: str
+
+
+class _Task(NamedTuple):
+    queued: float
+    namespace: Namespace
+    texts: Texts
+    deliver: Delivery
+
+
 class EmbeddingQueue:
     """One thread in front of one embedder.
 
-    `urgent` texts come first. Texts are remembered: whoever came too late for one prompt has them
-    for the next, and what many prompts say is embedded once. Errands wait until the engine is idle,
-    which it is not while a request runs. Of both, the oldest are dropped when there are too many.
-    An embedder that fails several times in a row is not asked again.
+    Urgent texts come first. Vectors are remembered by namespace and text: a text that is too late
+    for one prompt is ready for the next, and repeated text is embedded once. Background tasks wait
+    until the engine is idle, which it is not while a request runs. When either list is full, its
+    oldest entry is dropped. An embedder that fails several times in a row is not asked again.
     """
 
     def __init__(
@@ -49,15 +68,15 @@ class EmbeddingQueue:
         clock: Callable[[], float] = time.monotonic,
         running: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`running` tells whether the engine is at work, however long ago it showed it."""
+        """`running` tells whether the engine runs a request now."""
         self._embedder = embedder
         self._quiet = _QUIET if quiet is None else quiet
         self._clock = clock
         self._running = running
-        self._urgent: deque[tuple[str, Future[Vectors]]] = deque()
-        self._tasks: deque[tuple[float, Task, Delivery]] = deque()
-        self._known: OrderedDict[str, Vectors] = OrderedDict()
-        self._coming: dict[str, Future[Vectors]] = {}
+        self._urgent: deque[tuple[_Text, Future[Vectors]]] = deque()
+        self._tasks: deque[_Task] = deque()
+        self._known: OrderedDict[_Text, Vectors] = OrderedDict()
+        self._coming: dict[_Text, Future[Vectors]] = {}
         self._changed = threading.Condition()
         self._working = False
         self._over = threading.Event()
@@ -65,53 +84,57 @@ class EmbeddingQueue:
         self._rest_until = 0.0
         self._failures = 0
         self.counts = dict.fromkeys(("embedded", "dropped", "failed"), 0)
-        """Texts embedded, tasks and late texts dropped for lack of room, calls of the embedder
-        that failed."""
+        """Texts embedded; tasks and late texts dropped for lack of room; failed calls of the
+        embedder."""
         thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="kvweave-embedder")
         thread.daemon = True
-        weakref.finalize(self, _wind_up, self._changed, self._over)
+        weakref.finalize(self, _stop, self._changed, self._over)
         thread.start()
 
     @property
     def dead(self) -> bool:
-        """The embedder failed too often: nothing will be embedded any more."""
+        """The embedder failed too often: nothing is embedded any more."""
         return self._failures >= _MOST_FAILURES
 
     def busy(self) -> None:
-        """The engine shows a sign of life."""
+        """The engine is active now."""
         self._seen = self._clock()
 
-    def vectors(self, texts: Sequence[str], seconds: float) -> list[Vectors | None]:
-        """The texts' vectors (dimension), None for those that are not there within `seconds`."""
+    def vectors(
+        self, namespace: Namespace, texts: Sequence[str], seconds: float
+    ) -> list[Vectors | None]:
+        """The texts' vectors (dimension), None for those that are not ready within `seconds`."""
         deadline = time.monotonic() + seconds
-        waited = [self._promise(text) for text in texts]
+        waited = [self._request(_Text(namespace, text)) for text in texts]
         return [_within(future, deadline) for future in waited]
 
-    def later(self, task: Task, deliver: Delivery) -> None:
-        """Embed what `task` says when there is time, and hand it to `deliver`; both on a thread
-        of the desk's own."""
+    def later(self, namespace: Namespace, texts: Texts, deliver: Delivery) -> None:
+        """Embed what `texts` returns when there is time, and call `deliver` with the vectors.
+
+        Both run on the queue's own thread.
+        """
         with self._changed:
             if self.dead:
                 return
             if len(self._tasks) >= _MOST_TASKS:
                 self._tasks.popleft()
                 self.counts["dropped"] += 1
-            self._tasks.append((self._clock(), task, deliver))
+            self._tasks.append(_Task(self._clock(), namespace, texts, deliver))
             self._changed.notify_all()
 
     def settle(self, seconds: float) -> bool:
-        """Wait until there is nothing to do; False if there still is after `seconds`."""
+        """Wait until nothing is left to do; False if something still is after `seconds`."""
         with self._changed:
             return self._changed.wait_for(self._done, seconds)
 
     def close(self) -> None:
-        """Stop; whoever waits gets nothing."""
-        _wind_up(self._changed, self._over)
+        """Stop. Callers that wait get None."""
+        _stop(self._changed, self._over)
 
     def _done(self) -> bool:
         return self.dead or not (self._urgent or self._tasks or self._working)
 
-    def _promise(self, text: str) -> Future[Vectors]:
+    def _request(self, text: _Text) -> Future[Vectors]:
         with self._changed:
             future = self._coming.get(text)
             if future is not None:
@@ -137,10 +160,10 @@ class EmbeddingQueue:
         future.cancel()
         self.counts["dropped"] += 1
 
-    # On the desk's thread.
+    # On the queue's thread.
 
     def _turn(self) -> bool:
-        """Do one thing, or wait a while for something to do; False when all is over."""
+        """Do one thing, or wait a while for something to do; False after `close`."""
         with self._changed:
             if not (self._urgent or self._may_run_tasks()):
                 self._changed.wait(self._quiet / 4 if self._tasks else self._quiet * 4)
@@ -163,10 +186,10 @@ class EmbeddingQueue:
         return True
 
     def _may_run_tasks(self) -> bool:
-        return bool(self._tasks) and not self.dead and self._idle(self._tasks[0][0])
+        return bool(self._tasks) and not self.dead and self._idle(self._tasks[0].queued)
 
     def _idle(self, queued: float) -> bool:
-        """Whether what was queued then may be done now."""
+        """Whether a task that was queued at `queued` may run now."""
         now = self._clock()
         if self._running():
             self._seen = now
@@ -174,11 +197,11 @@ class EmbeddingQueue:
             return True
         return now - queued >= _PATIENCE and now >= self._rest_until
 
-    def _take_urgent(self) -> list[tuple[str, Future[Vectors]]]:
+    def _take_urgent(self) -> list[tuple[_Text, Future[Vectors]]]:
         return [self._urgent.popleft() for _ in range(min(_BATCH, len(self._urgent)))]
 
-    def _serve(self, urgent: list[tuple[str, Future[Vectors]]]) -> None:
-        found = self._encode([text for text, _ in urgent])
+    def _serve(self, urgent: list[tuple[_Text, Future[Vectors]]]) -> None:
+        found = self._encode([text.text for text, _ in urgent])
         with self._changed:
             for at, (text, future) in enumerate(urgent):
                 del self._coming[text]
@@ -188,37 +211,36 @@ class EmbeddingQueue:
                 future.set_result(found[at])
                 self._remember(text, found[at])
 
-    def _remember(self, text: str, vector: Vectors) -> None:
+    def _remember(self, text: _Text, vector: Vectors) -> None:
         self._known[text] = vector
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
 
-    def _run(self, waiting: tuple[float, Task, Delivery]) -> None:
-        queued, task, deliver = waiting
+    def _run(self, task: _Task) -> None:
         try:
-            texts = task()
             whole = []
-            for text in texts:
-                part = self._known.get(text)
-                if part is None:
-                    # One by one, so that a prompt which comes meanwhile meets a few milliseconds.
-                    self._pause(queued)
+            for each in contained(task.texts):
+                text = _Text(task.namespace, each)
+                vector = self._known.get(text)
+                if vector is None:
+                    # One by one: a prompt that arrives meanwhile waits for a few milliseconds.
+                    self._pause(task.queued)
                     began = self._clock()
-                    found = self._encode([text])
+                    found = self._encode([each])
                     self._rest_until = self._clock() + (self._clock() - began) / _BUSY_SHARE
                     if found is None:
                         return
-                    part = found[0]
+                    vector = found[0]
                     with self._changed:
-                        self._remember(text, part)
-                whole.append(part)
+                        self._remember(text, vector)
+                whole.append(vector)
             if whole:
-                deliver(np.stack(whole))
+                task.deliver(np.stack(whole))
         except Exception:
             _log.exception("what was to be embedded could not be prepared")
 
     def _pause(self, queued: float) -> None:
-        """Until the engine is idle again; who cannot wait is served meanwhile."""
+        """Wait until the engine is idle again; serves urgent texts meanwhile."""
         while True:
             with self._changed:
                 urgent = self._take_urgent()
@@ -233,12 +255,12 @@ class EmbeddingQueue:
         if self.dead:
             return None
         try:
-            found = self._embedder.encode(texts)
+            found = contained(lambda: self._embedder.encode(texts))
             if len(found) != len(texts):
                 raise ValueError(f"{len(found)} vectors for {len(texts)} texts")
         except Exception:
             if self._over.is_set():
-                return None  # the embedder ends first, and that is no fault of its
+                return None  # at exit the embedder may end first
             self.counts["failed"] += 1
             self._failures += 1
             if self.dead:
@@ -252,11 +274,11 @@ class EmbeddingQueue:
 
 
 def _work(reference: weakref.ref[EmbeddingQueue]) -> None:
-    while (desk := reference()) is not None and desk._turn():
-        del desk
+    while (queue := reference()) is not None and queue._turn():
+        del queue
 
 
-def _wind_up(changed: threading.Condition, over: threading.Event) -> None:
+def _stop(changed: threading.Condition, over: threading.Event) -> None:
     with changed:
         over.set()
         changed.notify_all()

@@ -1,4 +1,4 @@
-"""Where sentences begin and end in tokens: the pieces in which meaning is compared."""
+"""The gate for paraphrases: cuts tokens into sentences and compares what donor and prompt say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.facts import Verifier, differing
+from kvweave.fuzzy.guard import contained
 from kvweave.fuzzy.provider import Candidate
 from kvweave.kv.pool import IntArray
 from kvweave.paraphrase.verifiers import VerifierWorker, create_verifier
@@ -26,10 +28,10 @@ Decode = Callable[[IntArray], str]
 """Token ids (int32) to text, special tokens spelled out."""
 
 LONGEST = 128
-"""Tokens of a passage; what goes on without an end is none."""
+"""Most tokens of a passage; a longer one is not compared."""
 
 _KNOWN, _ENDS, _BREAKS, _DIGIT = 1, 2, 4, 8
-"""What a token does to a sentence. A line's end breaks and ends it; a special token breaks only."""
+"""Flags of a token. A line's end breaks and ends a sentence; a special token only breaks it."""
 _SENTENCE_END = re.compile(r"[.!?\u2026\u3002\uff01\uff1f][\"'\u2019\u201d)\]]*\s*$")
 _SPECIAL = re.compile(r"\s*<\S*>\s*$")
 
@@ -42,11 +44,10 @@ class Passage(NamedTuple):
 
 
 class Cutter:
-    """Cuts tokens into passages; what each token does to a sentence is found out once.
+    """Cuts tokens into passages; each token id is decoded once.
 
     A passage ends with a full stop, question or exclamation mark that no digit follows, with a
-    line, and before and after a special token. Texts of two prompts are cut alike wherever their
-    tokens are alike.
+    line, and before and after a special token. Equal tokens of two prompts are cut alike.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -73,7 +74,7 @@ class Cutter:
         )
 
     def text(self, tokens: IntArray) -> str:
-        """What a passage says, without the white space around it."""
+        """The text of a passage, without white space around it."""
         return self.decode(tokens).strip()
 
     def _ends(self, tokens: IntArray) -> npt.NDArray[np.bool_]:
@@ -107,20 +108,20 @@ def _kind(text: str) -> int:
 _log = logging.getLogger(__name__)
 
 UNKNOWN_TURN = 128
-"""Tokens at the end of a prompt that count as its question if nobody knows where that begins."""
+"""Tokens at a prompt's end that count as its question when its position is unknown."""
 
 _REMEMBERED = 256
 
 
 def question_of(view: RequestView) -> int:
-    """The position from which on nothing may be served in other words."""
+    """The position from which on no paraphrase may be served."""
     if view.protected_from is None:
         return max(0, len(view.tokens) - UNKNOWN_TURN)
     return view.protected_from
 
 
 class ParaphraseGate:
-    """Judges candidates and chooses those that fit between what is served already."""
+    """Judges candidates and chooses those that fit between the spans served already."""
 
     def __init__(
         self,
@@ -129,13 +130,13 @@ class ParaphraseGate:
         cutter: Cutter | None,
         verifier: Verifier | None = None,
     ) -> None:
-        """Without a cutter nothing can be read, and so nothing passes."""
+        """Without a cutter no text can be read, and no candidate passes."""
         self._donors = donors
         self._config = config
         self._cutter = cutter
         self._verifier = None if verifier is None else VerifierWorker(verifier)
         self.facts: Verifier = differing
-        """Compares facts; benches put other ways of doing so in its place."""
+        """Compares facts. Benches replace it."""
         self.refused: Counter[str] = Counter()
         """Candidates refused, by kind."""
         self.refusals: deque[Declined] = deque(maxlen=_REMEMBERED)
@@ -144,9 +145,9 @@ class ParaphraseGate:
     def fill(
         self, view: RequestView, exact: int, pieces: list[Candidate], claims: Iterable[Candidate]
     ) -> list[Candidate]:
-        """`pieces` and those of `claims` that pass, ascending; first come, first served.
+        """`pieces` and the `claims` that pass, ascending; of overlapping claims, the first wins.
 
-        Where nothing was moved, less than the least worthwhile share leaves the request exact.
+        If nothing is moved and less than the least worthwhile share passes, nothing is served.
         """
         length = len(view.tokens)
         moved = sum(piece.length for piece in pieces)
@@ -160,8 +161,10 @@ class ParaphraseGate:
             try:
                 if self._overlaps(claim, chosen):
                     continue  # its place is taken, most often by a better one
-                refusal = self._too_much(claim, room) or self._refusal(view, exact, claim, until)
-            except Exception as error:  # it came from elsewhere, and may be anything
+                refusal = self._too_much(claim, room) or contained(
+                    partial(self._refusal, view, exact, claim, until)
+                )
+            except Exception as error:  # tokenizers and verifiers are foreign code
                 _log.debug("a paraphrase could not be judged", exc_info=True)
                 refusal = "failed", f"it could not be judged: {error!r}"
             if refusal is None:
@@ -191,7 +194,7 @@ class ParaphraseGate:
     def _refusal(
         self, view: RequestView, exact: int, claim: Candidate, until: float
     ) -> tuple[str, str] | None:
-        """Why not, as a kind and a sentence; None if there is no reason."""
+        """The first reason against `claim`, as a kind and a sentence; None if there is none."""
         return (
             self._misplaced(view, exact, claim)
             or self._gone(view, claim)
@@ -208,8 +211,7 @@ class ParaphraseGate:
         if claim.lead < 0 or claim.length < 1:
             return "lengths", f"{claim.length} tokens cannot stand for {claim.end - begin}"
         if claim.length < config.semantic_min_span:
-            # Few are computed along with what stands around them, in the same step: to read other
-            # words for their sake would be a risk for nothing.
+            # A few tokens are computed in the same step as their neighbours: no gain, some risk.
             least = config.semantic_min_span
             return "lengths", f"it would save {claim.length} of the {least} tokens it has to"
         if begin < max(exact, config.sink_tokens):
@@ -240,10 +242,12 @@ class ParaphraseGate:
         found = self.facts(donor, recipient)
         if found is not None:
             return "facts", found
-        return None if self._verifier is None else self._verifier.objection(donor, recipient, until)
+        if self._verifier is None:
+            return None
+        return self._verifier.objection(view.namespace, donor, recipient, until)
 
     def _sentences(self, cutter: Cutter, view: RequestView, claim: Candidate) -> tuple[str, str]:
-        """What donor and prompt say there, to the ends of their sentences."""
+        """The texts of donor and prompt at the claim, extended to whole sentences."""
         first = max(0, claim.donor_start - LONGEST)
         donor = self._donors.tokens(claim.page, first)
         begin = claim.donor_start - first

@@ -1,11 +1,10 @@
-"""A small model in a process of its own, which yields to everybody else.
+"""Runs a small model in a subprocess of low priority.
 
-In this process it would compete with the engine for the interpreter, for torch's threads and for
-the processor. A process of low priority gets what the engine leaves, and whatever goes wrong in it
-stays there.
+In the engine's process the model would compete for the interpreter, torch's threads and the
+processor. A subprocess of low priority takes only idle time, and its faults stay in it.
 
-`python -m MODULE ARGUMENTS` is that process. It calls `serve`: for every line of JSON that it
-reads, it writes the shape of a matrix, then the matrix; until its input ends.
+`python -m MODULE ARGUMENTS` is the subprocess. It calls `serve`: for every line of JSON on its
+input it writes the shape of a matrix and the matrix, until the input ends.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ Matrix: TypeAlias = npt.NDArray[np.float32]
 
 _SHAPE = struct.Struct("<II")
 _NICENESS = 19
-"""The lowest priority there is. A forward pass waits for its slowest thread, from which a sentence
-under way takes time: at 5, the 95th percentile of first tokens rose by a tenth (`bench semantic`).
-Who waits for an answer keeps the engine's own thread waiting, so then there is room.
+"""The lowest priority. At 5, embedding slowed the slowest thread of a forward pass, and the 95th
+percentile of first tokens rose by a tenth (`bench semantic`). While the engine waits for an answer,
+its processor is free for the subprocess.
 """
 _MODEST = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -37,24 +36,24 @@ _MODEST = {
     "TRANSFORMERS_OFFLINE": "1",
     "TQDM_DISABLE": "1",
 }
-"""One thread, nothing from elsewhere, no bars on the server's screen."""
+"""One thread, no downloads, no progress bars."""
 
 
 class ModelSubprocess:
-    """That process, for one thread at a time. It begins to load at once."""
+    """The subprocess, for one thread at a time. It begins to load at once."""
 
     def __init__(self, what: str, module: str, *arguments: str) -> None:
-        """`what` it is called when it dies; `module` calls `serve` when it is run."""
+        """`what` names it in errors; `module` calls `serve` when it is run."""
         self._what = what
         self._command = [sys.executable, "-m", module, *arguments]
         self._running: list[subprocess.Popen[bytes]] = []
-        # Once, for whichever runs then: at exit, what was made later is told first, and who asks
-        # this process is to know that all is over before it ends.
+        # Registered once, not per process: finalizers run newest first at exit, and the threads
+        # that ask this process must stop before it ends.
         weakref.finalize(self, _end, self._running)
         self._started()
 
     def ask(self, question: Any) -> Matrix:
-        """Its answer to what JSON can say, float32 (rows, columns).
+        """The answer to a question that JSON can carry: float32 (rows, columns).
 
         Raises RuntimeError if the process died; the next call starts another.
         """
@@ -107,8 +106,8 @@ def _exactly(source: IO[bytes], size: int) -> bytes:
 
 
 def serve(load: Callable[[], Callable[[Any], Matrix]], first: Any) -> None:
-    """Answer with what `load` returns until the input ends; `first` is asked to warm it up."""
-    # Whatever libraries print must not get between the answers.
+    """Answer with the function that `load` returns until the input ends; `first` warms it up."""
+    # What libraries print must not get between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     answer = load()

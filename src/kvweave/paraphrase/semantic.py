@@ -1,8 +1,8 @@
-"""The provider `semantic`: what `spans` finds, and other words for sentences in between.
+"""The provider `semantic`: what `spans` finds, and paraphrases of the sentences in between.
 
-Alignment comes first, and decides who is compared by meaning at all: only sentences that stand
-between text found elsewhere, word for word, on both sides. A prompt that shares nothing with anyone
-is never embedded, and waits for nothing. Donors' sentences are embedded while the engine is idle.
+Alignment comes first. Only sentences between two runs of equal tokens are compared by meaning, so
+a prompt that shares nothing with a cached one is never embedded and waits for nothing. Sentences
+of donors are embedded while the engine is idle.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from kvweave.fuzzy.donors import common_suffix
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.pool import IntArray
-from kvweave.paraphrase.embedder_process import EmbedderProcess
-from kvweave.paraphrase.embedders import Embedder, Vectors
+from kvweave.paraphrase.embedders import Embedder, EmbedderProcess, Vectors
 from kvweave.paraphrase.embedding_queue import EmbeddingQueue
 from kvweave.paraphrase.gate import LONGEST, Cutter, Passage, question_of
 from kvweave.paraphrase.vectors import Entry, VectorIndex
@@ -30,23 +29,23 @@ from kvweave.prefix.plan import Tier
 from kvweave.prefix.tree import common_prefix
 
 _SHORTEST = 4
-"""Tokens of a sentence worth remembering."""
+"""Tokens of the shortest sentence that is embedded."""
 _ANCHOR = 8
-"""Tokens that have to be equal on either side of what is compared by meaning."""
+"""Equal tokens required on either side of a sentence that is compared."""
 _WIDEST = 256
-"""Tokens between them, at most."""
+"""Most tokens between them."""
 _IN_COMMON = 0.2
-"""Of the shorter text's tokens, so many at least have to occur in the other one."""
+"""Least share of the shorter text's tokens that must occur in the other one."""
 _SENTENCES = 16
-"""Sentences of one prompt that are compared."""
+"""Most sentences of one prompt that are compared."""
 _NOMINEES = 4
-"""Donors proposed for one sentence."""
+"""Most donors proposed for one sentence."""
 _NAMESPACES = 1024
-"""Namespaces that asked, and are embedded for; the latest."""
+"""How many of the namespaces that asked last have their donors embedded."""
 
 
 class SemanticProvider(FuzzyMatchProvider):
-    """Nominates donors by the cosine of whole sentences; whoever judges facts comes after."""
+    """Nominates donors by the cosine of whole sentences. The gate then compares their facts."""
 
     bounded = True
 
@@ -59,7 +58,7 @@ class SemanticProvider(FuzzyMatchProvider):
             raise ConfigError(["--fuzzy-provider semantic reads text, and here is no tokenizer"])
         self._spans = SpanIndex(donors, config)
         self._cutter = Cutter(donors.decode)
-        self._errand_cutter = Cutter(donors.decode)  # used on the queue's thread
+        self._task_cutter = Cutter(donors.decode)  # used on the queue's thread
         self._seconds = config.semantic_budget_ms / 1000
         self.index = VectorIndex(config.semantic_index_tokens)
         self.queue = EmbeddingQueue(
@@ -67,7 +66,7 @@ class SemanticProvider(FuzzyMatchProvider):
         )
         self._asked: OrderedDict[Namespace, None] = OrderedDict()
         self._written = np.zeros(donors.num_pages, np.int64)
-        """By page: how often it ceased to be a donor. What was queued before is void."""
+        """By page: how often it was evicted. Tasks queued before the last time are void."""
         self._waited = self._compared = 0
 
     @property
@@ -104,14 +103,14 @@ class SemanticProvider(FuzzyMatchProvider):
                 for at, end, words in self._whole(tokens, first)
                 if end > start and not self.index.knows(namespace, words)
             )
-            return [self._errand_cutter.text(entry.tokens) for entry in found]
+            return [self._task_cutter.text(entry.tokens) for entry in found]
 
         def enter(vectors: Vectors) -> None:
             fresh = set(pages[self._written[pages] == written].tolist())
             at = [i for i, entry in enumerate(found) if entry.page in fresh]
             self.index.add([found[i] for i in at], vectors[at])
 
-        self.queue.later(sentences, enter)
+        self.queue.later(namespace, sentences, enter)
 
     def on_evicted(self, pages: IntArray) -> None:
         self._spans.on_evicted(pages)
@@ -144,8 +143,8 @@ class SemanticProvider(FuzzyMatchProvider):
             self._asked.popitem(last=False)
 
     def _whole(self, tokens: IntArray, first: int) -> Iterator[tuple[int, int, IntArray]]:
-        """Sentences that begin and end in `tokens`: their positions and their own tokens."""
-        for at, passage in enumerate(cut := self._errand_cutter.cut(tokens, first)):
+        """Sentences that begin and end in `tokens`: start, end and tokens of each."""
+        for at, passage in enumerate(cut := self._task_cutter.cut(tokens, first)):
             begins = at > 0 or first == 0
             ends = at < len(cut) - 1
             length = passage.end - passage.start
@@ -156,7 +155,7 @@ class SemanticProvider(FuzzyMatchProvider):
     def _between(
         self, view: RequestView, exact: int, runs: Sequence[Candidate]
     ) -> Iterator[Passage]:
-        """Sentences with words that were not found, between words that were."""
+        """Sentences with tokens that `runs` do not cover, between runs."""
         question = question_of(view)
         reached = there = exact
         for run in sorted(runs, key=lambda run: run.start):
@@ -168,11 +167,10 @@ class SemanticProvider(FuzzyMatchProvider):
                 reached, there = run.end, run.donor_end
 
     def _alike(self, view: RequestView, begin: int, there: int, run: Candidate) -> bool:
-        """Whether what stands before `run`, from `begin` on, may be other words for what stands
-        there in its donor, from position `there` on.
+        """Whether the tokens from `begin` to `run` may paraphrase the donor's from `there` to it.
 
-        Both follow the same words, are about equally long, and have some words in common if they
-        are long. Who shares no more than a header and a footer with others should not have to wait.
+        Both follow the same tokens, are about equally long, and have tokens in common if they are
+        long. A prompt that shares only a header and a footer must not wait for an embedder.
         """
         ours, theirs = run.start - begin, run.donor_start - there
         if not (0 < theirs <= 2 * ours + _ANCHOR and ours <= min(_WIDEST, 2 * theirs + _ANCHOR)):
@@ -196,14 +194,14 @@ class SemanticProvider(FuzzyMatchProvider):
             cut_off = at == 0 and first > 0
             if not worth_it or cut_off or not _SHORTEST <= passage.end - passage.start <= LONGEST:
                 continue
-            # What is there word for word needs no other words.
+            # Equal text in the cache needs no paraphrase.
             if not self.index.knows(view.namespace, view.tokens[passage.start : passage.end]):
                 yield passage
 
     def _nominees(self, view: RequestView, sentences: list[Passage]) -> Iterator[Candidate]:
-        """Donors for each sentence whose vector is there in time, the most alike first."""
+        """Donors for each sentence whose vector is ready in time, the most similar first."""
         texts = [self._cutter.text(view.tokens[one.start : one.end]) for one in sentences]
-        vectors = self.queue.vectors(texts, self._seconds)
+        vectors = self.queue.vectors(view.namespace, texts, self._seconds)
         least = self.config.semantic_threshold
         for sentence, vector in zip(sentences, vectors, strict=True):
             if vector is None:
@@ -218,8 +216,7 @@ class SemanticProvider(FuzzyMatchProvider):
     def _fitted(
         self, tokens: IntArray, sentence: Passage, entry: Entry, cosine: float
     ) -> Candidate | None:
-        """The donor's differing words for the sentence's; None where one cannot take the other's
-        place."""
+        """The donor's differing tokens in place of the sentence's; None where they do not fit."""
         ours, theirs = tokens[sentence.start : sentence.end], entry.tokens
         before = common_prefix(ours, theirs)
         after = common_suffix(ours[before:], theirs[before:])
@@ -241,7 +238,7 @@ class SemanticProvider(FuzzyMatchProvider):
 
 
 def _running(donors: Donors) -> Callable[[], bool]:
-    """Whether requests run there. The queue's thread must not keep what nobody else does."""
+    """Whether requests run. Holds `donors` weakly: the queue's thread must not keep them alive."""
     known = weakref.ref(donors)
 
     def running() -> bool:

@@ -1,14 +1,14 @@
-"""The provider `semblend`: donors that the package semblend finds, as far as they hold.
+"""The provider `semblend`: donors found by the package semblend, verified like all others.
 
-Its adapter for SGLang is asked as SGLang would ask it. Per donor it is told tokens, text and the
-numbers of their slots, and it answers with target positions and such numbers. Here each number says
-which donor and which of its positions is meant; both become a page of the live tree, and the cache
-compares what is claimed with what is there. So what arrives as reuse of equal tokens is served only
-where the tokens are equal, and what arrives as a paraphrase only where every fact is.
+semblend's adapter for SGLang is called as SGLang calls it. It is given tokens, text and slot
+numbers of each donor, and answers with target positions and slot numbers. Here a slot number
+encodes a donor and a position in it, which lead to a page of the live tree. The cache compares
+every claim: a moved span is served only where the tokens are equal, a paraphrase only where the
+facts are.
 
 A paraphrase arrives as one piece, position by position, from the exact prefix to the prompt's end.
-It is taken apart where sentences end in both texts at the same position: each is judged by itself,
-nothing is cut within one, and the question is left out.
+It is split where sentences end in both texts at the same position: each sentence is judged by
+itself, no sentence is cut, and the question is left out.
 """
 
 from __future__ import annotations
@@ -39,29 +39,32 @@ from kvweave.prefix.tree import common_prefix
 _log = logging.getLogger(__name__)
 
 OLDEST, BEFORE = (0, 3, 20), (0, 4)
-"""Versions whose adapter has the surface that is used here: from the first, to below the second."""
+"""Versions whose adapter has the interface used here: from the first to below the second."""
 
 _ADVICE = "pip install 'kvweave[semblend]'"
 _NO_EMBEDDER = f"{_ADVICE}, and have the model: hf download sentence-transformers/all-MiniLM-L6-v2"
 _MOST_DONORS = 1024
+_GROWTH = 1.5
+"""A path that generation extends is registered again when it is this much longer."""
 _SHIFT = 32
-"""A slot's number is its donor's number, shifted by so many bits, plus its position."""
+"""A slot number is (donor number << _SHIFT) + position."""
 _VERIFIED = "paraphrase_verified"
-"""What semblend calls a paraphrase of which it has compared the facts."""
+"""semblend's name for a paraphrase whose facts it has compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Donor:
-    """A path that semblend was told of: its last page, and its tokens from position 0 on."""
+    """A registered path: its last page, and its tokens from position 0 on."""
 
     page: int
     tokens: IntArray
 
 
 class SemblendProvider(FuzzyMatchProvider):
-    """Tells semblend of paths as they are published, and asks it about prompts.
+    """Registers each prompt with semblend when its last page is published, and asks it for donors.
 
-    Not bounded: a look-up may take longer than any budget, and is then given up on.
+    Registering decodes and embeds the whole path, so it is not done page by page. Not bounded: a
+    look-up may take longer than any time limit.
     """
 
     def __init__(self, donors: Donors, config: FuzzyConfig, adapter: Any = None) -> None:
@@ -75,13 +78,13 @@ class SemblendProvider(FuzzyMatchProvider):
         self._donors: OrderedDict[str, _Donor] = OrderedDict()
         self._by_page: dict[int, set[str]] = {}
         self._extended: dict[str, str] = {}
-        """By request: the name under which its path is known so far."""
+        """By request: the name under which its path is registered."""
         self._names = 0
         self._counts = dict.fromkeys(("unknown_donor", "unreadable", "registered"), 0)
 
     def match(self, view: RequestView, exact: int) -> Sequence[Candidate]:
         if not view.semantic:
-            return ()  # all that it finds, it finds by meaning
+            return ()  # semblend compares meaning only
         tokens = view.tokens.tolist()
         result = self._adapter.match(
             tokens,
@@ -99,11 +102,15 @@ class SemblendProvider(FuzzyMatchProvider):
             return ()
 
     def on_published(self, run: PublishedRun) -> None:
-        if not run.semantic:
+        if not (run.semantic and run.complete):
+            return
+        earlier = self._extended.get(run.rid, "")
+        known = self._donors.get(earlier)
+        if known is not None and run.start + len(run.tokens) < _GROWTH * len(known.tokens):
             return
         page = int(run.pages[-1])
         tokens = self.donors.tokens(page)
-        self._forget(self._extended.pop(run.rid, ""))
+        self._forget(earlier)
         self._names += 1
         name = str(self._names)
         kept = self._adapter.register_donor(
@@ -151,9 +158,9 @@ class SemblendProvider(FuzzyMatchProvider):
             del self._extended[rid]
 
     def _candidates(self, result: Any, exact: int, view: RequestView) -> Iterator[Candidate]:
-        """Its result in our words: segments if there are any, else the one contiguous span.
+        """semblend's result as candidates: its segments if there are any, else its one span.
 
-        Its target positions count from the end of the exact prefix on.
+        semblend counts target positions from the end of the exact prefix.
         """
         signals = getattr(result, "quality_signals", None)
         similarity = float(getattr(signals, "cosine_similarity", 0.0))
@@ -173,7 +180,7 @@ class SemblendProvider(FuzzyMatchProvider):
                     yield claim
 
     def _claim(self, start: int, slot: int, count: int, length: int) -> Iterator[Candidate]:
-        """A run within the bounds of both prompts; nothing if its donor is gone."""
+        """The run within the bounds of both prompts; nothing if its donor is gone."""
         number, begin = divmod(slot, 1 << _SHIFT)
         donor = self._donors.get(str(number))
         if donor is None:
@@ -186,8 +193,7 @@ class SemblendProvider(FuzzyMatchProvider):
     def _sentences(
         self, view: RequestView, exact: int, claim: Candidate, similarity: float
     ) -> Iterator[Candidate]:
-        """What of a claimed paraphrase may be judged: the differing words of its sentences, and
-        what is equal as such."""
+        """A claimed paraphrase, sentence by sentence: differing tokens, and equal ones as moved."""
         sinks = self.config.sink_tokens
         ours = view.tokens[claim.start : claim.end]
         theirs = self.donors.tokens(claim.page, claim.donor_start)[: claim.length]
@@ -225,7 +231,7 @@ def _integers(values: Any) -> npt.NDArray[np.int64]:
 def _runs(
     targets: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
 ) -> Iterator[tuple[int, int, int]]:
-    """Stretches in which both go up by one: (target, slot, length)."""
+    """Runs in which both increase by one: (target, slot, length)."""
     if len(targets) != len(slots):
         raise ValueError(f"{len(targets)} positions cannot come from {len(slots)}")
     breaks = np.flatnonzero((np.diff(targets) != 1) | (np.diff(slots) != 1)) + 1
@@ -235,7 +241,7 @@ def _runs(
 
 
 def _key(namespace: Namespace) -> str:
-    """What semblend separates donors by: model, adapter and salt, in one word that tells none."""
+    """A hash of model, adapter and salt, by which semblend separates donors."""
     return f"{namespace_seed(namespace):016x}"
 
 
@@ -261,8 +267,8 @@ def _made(config: FuzzyConfig) -> Any:
             paraphrase_min_similarity=config.semantic_threshold,
         )
     )
-    # Its embedder loads when it is first asked, which takes longer than any prompt may wait; and
-    # one that cannot load finds nothing, and says so to nobody.
+    # Its embedder loads at the first question, which takes longer than a prompt may wait; and if
+    # it cannot load, semblend finds nothing without an error.
     embed = getattr(adapter, "_embed", None)
     if embed is not None and embed([], "It loads.") is None:
         raise ConfigError([f"--fuzzy-provider semblend has nothing to embed with: {_NO_EMBEDDER}"])

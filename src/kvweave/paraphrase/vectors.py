@@ -1,4 +1,4 @@
-"""What is known of donors' meaning: one vector a passage, for as long as its page is cached."""
+"""An index of donors' passages by embedding vector; an entry lives as long as its page."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Entry:
 
 
 class VectorIndex:
-    """Passages by direction, searched whole: some ten thousand rows are one small product.
+    """Passages by vector. A search is one matrix product over all rows (some ten thousand).
 
-    Holds at most `most_tokens` tokens' worth; the oldest make room. Every entry has a number of its
-    own that never comes back, and goes with its page. Usable from several threads.
+    Holds passages of at most `most_tokens` tokens; the oldest are dropped first. Entry numbers are
+    never reused. Thread-safe.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -69,7 +69,7 @@ class VectorIndex:
             return [self._add(entry, row) for entry, row in zip(entries, vectors, strict=True)]
 
     def remove(self, pages: Iterable[int]) -> None:
-        """Forget what ends in these pages."""
+        """Drop the entries that end in these pages."""
         with self._lock:
             for page in pages:
                 for number in list(self._on_page.get(page, ())):

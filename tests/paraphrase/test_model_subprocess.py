@@ -1,4 +1,4 @@
-"""Processes that answer with matrices, and end with whoever asks them."""
+"""Tests of the model subprocess: it answers with matrices, and ends with its owner."""
 
 from __future__ import annotations
 
@@ -25,34 +25,35 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSubprocess:
+def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSubprocess:
     (tmp_path / "lengths.py").write_text(LENGTHS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return ModelSubprocess("one who counts", "lengths")
+    return ModelSubprocess("counting process", "lengths")
 
 
-def test_it_answers_closes_and_comes_back_after_it_was_killed(sidecar: ModelSubprocess) -> None:
-    assert sidecar.ask(["a", "bcd\n"]).tolist() == [[1.0], [4.0]]
-    [process] = sidecar._running
+def test_it_answers_closes_and_comes_back_after_it_was_killed(counter: ModelSubprocess) -> None:
+    assert counter.ask(["a", "bcd\n"]).tolist() == [[1.0], [4.0]]
+    [process] = counter._running
     process.kill()
     process.wait()
-    with pytest.raises(RuntimeError, match="the one who counts has died"):
-        sidecar.ask(["a"])
-    found = sidecar.ask(["ab"])
+    with pytest.raises(RuntimeError, match="the counting process has died"):
+        counter.ask(["a"])
+    found = counter.ask(["ab"])
     assert found.dtype == np.float32
     assert found.tolist() == [[2.0]]
-    [process] = sidecar._running
-    sidecar.close()
-    sidecar.close()
+    [process] = counter._running
+    counter.close()
+    counter.close()
     assert process.poll() is not None
 
 
-def test_who_ends_while_it_embeds_says_nothing() -> None:
-    """Whatever embedder runs then: the second one, too."""
+def test_exit_during_an_embedding_prints_nothing() -> None:
+    """Also when the subprocess was started again."""
     code = """
 import sys, time
 from kvweave.paraphrase.embedding_queue import EmbeddingQueue
 from kvweave.paraphrase.model_subprocess import ModelSubprocess
+from kvweave.prefix.lease import Namespace
 
 class Embedder:
     def __init__(self):
@@ -62,9 +63,9 @@ class Embedder:
     def encode(self, texts):
         return self.process.ask(texts)
 
-desk = EmbeddingQueue(Embedder(), quiet=0.01)
-desk.vectors(["a"], 0.01)
-while not desk._working:
+queue = EmbeddingQueue(Embedder(), quiet=0.01)
+queue.vectors(Namespace("m"), ["a"], 0.01)
+while not queue._working:
     time.sleep(0.01)
 time.sleep(0.2)
 """
