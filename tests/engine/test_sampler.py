@@ -151,6 +151,38 @@ def test_min_tokens_make_the_end_impossible_until_they_are_there():
         waits.record(token)
 
 
+def test_only_allowed_tokens_are_drawn():
+    logits = random_logits(3, 50)
+    allowed = state(temperature=0.0, allowed_token_ids=(7, 3, 7))
+    biased = state(temperature=0.0, allowed_token_ids=(7, 3), logit_bias={3: 100, 9: 100})
+    free = state(temperature=0.0)
+    expected = [7 if logits[0, 7] > logits[0, 3] else 3, 3, int(logits[2].argmax())]
+    assert sample(logits.clone(), [allowed, biased, free]).token_ids == expected
+    many = [state(seed=seed, allowed_token_ids=(7, 3), temperature=2.0) for seed in range(200)]
+    assert set(sample(torch.zeros(200, 50), many).token_ids) == {3, 7}
+
+
+def test_a_bad_word_is_never_completed_and_its_beginning_may_stay():
+    bad = state(temperature=0.0, bad_words_ids=((4,), (5, 6, 7), (7, 7)))
+    liked = torch.tensor([[0.0, 0, 0, 0, 9, 5, 6, 7]])
+    drawn = []
+    for wanted in (4, 5, 6, 7, 5, 6, 5, 7):
+        logits = liked.clone()
+        logits[0, wanted] += 20
+        [token] = sample(logits, [bad]).token_ids
+        bad.record(token)
+        drawn.append(token)
+    # 4 is never drawn, 7 not after 5, 6 nor after itself.
+    assert drawn == [7, 5, 6, 6, 5, 6, 5, 7]
+
+
+def test_a_request_that_leaves_no_token_says_so():
+    none = state(allowed_token_ids=(3,), bad_words_ids=((3,),))
+    sampled = sample(random_logits(2, 50), [none, state()])
+    assert "leaves no token to choose" in str(sampled.errors[0])
+    assert 1 not in sampled.errors
+
+
 def test_a_row_of_nonsense_is_named_and_the_others_are_sampled():
     logits = random_logits(3, 10)
     logits[0, 4] = float("nan")

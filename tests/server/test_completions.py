@@ -16,7 +16,9 @@ def complete(client, **body):
 
 
 def events(client, path="/v1/completions", **body):
-    body = {"prompt": "Say it", "max_tokens": 9, "stream": True, **body}
+    body = {"max_tokens": 9, "stream": True, **body}
+    if "messages" not in body:
+        body.setdefault("prompt", "Say it")
     with client.stream("POST", path, json=body) as reply:
         assert reply.status_code == 200
         assert reply.headers["content-type"].startswith("text/event-stream")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvweave.server.known_fields import _REFUSALS
 from kvweave.server.protocol import (
     AbortBody,
     ChatBody,
@@ -45,7 +46,7 @@ values = st.recursive(
 
 @st.composite
 def bodies(draw, model):
-    fields = [*model.model_fields, *model.REFUSED]
+    fields = [*model.model_fields, *_REFUSALS]
     body = {name: value for name, value in PLAUSIBLE.items() if name in fields}
     for name in draw(st.lists(st.sampled_from(fields), max_size=4, unique=True)):
         body[name] = draw(values)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.errors import RequestError
-from kvweave.server.prompts import PromptReader, _common, _mentions
-from kvweave.server.protocol import ChatMessage
+from kvweave.server.prompts import ChatPrompt, PromptReader, _common, _mentions
 from kvweave.server.responses import TokenTexts
 from support.serverkit import CONTEXT, TEMPLATE, toy_card, toy_tokenizer
 
@@ -60,7 +59,6 @@ def test_what_cannot_fit_is_not_even_tokenised(reader, tokenized):
         ("{% set tools = [] %}{{ tools }}", False),
         ("{% for m in messages %}{% if tools %}{% break %}{% endif %}{% endfor %}", True),
         ("{% generation %}{{ tools }}{% endgeneration %}", True),
-        (None, False),
     ],
 )
 def test_whether_a_template_knows_tools(template, reads):
@@ -100,9 +98,8 @@ def test_the_common_beginning_of_two_texts(both, one, other):
 
 def test_a_conversation_tells_where_the_users_last_turn_begins(reader):
     def read(*turns):
-        return asyncio.run(
-            reader.conversation([ChatMessage(role=role, content=text) for role, text in turns])
-        )
+        messages = [{"role": role, "content": text} for role, text in turns]
+        return asyncio.run(reader.conversation(ChatPrompt(messages=messages)))
 
     opening = [("system", "Be brief."), ("user", "One?"), ("assistant", "Two.")]
     long = read(*opening, ("user", "Three?"))

@@ -13,7 +13,7 @@ from kvweave.cli.session import SamplingConfig, Session, open_session
 from kvweave.config import EngineConfig
 from kvweave.engine.types import GenerateRequest, Usage
 from kvweave.errors import KvweaveError, RequestError
-from kvweave.server.protocol import ChatMessage
+from kvweave.server.prompts import ChatPrompt
 
 _HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 
@@ -50,12 +50,12 @@ class Conversation:
     session: Session
     sampling: SamplingConfig
     console: Console
-    messages: list[ChatMessage] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
     _turns: int = 0
 
     def turn(self, line: str) -> None:
         """Say `line`, print the answer as it comes. A turn that fails is as if never said."""
-        self.messages.append(ChatMessage(role="user", content=line))
+        self.messages.append({"role": "user", "content": line})
         try:
             answer = asyncio.run(self._answer())
         except KvweaveError as error:
@@ -65,11 +65,11 @@ class Conversation:
             self.messages.pop()
             self.console.print("\n(stopped)", style="dim")
         else:
-            self.messages.append(ChatMessage(role="assistant", content=answer))
+            self.messages.append({"role": "assistant", "content": answer})
 
     async def _answer(self) -> str:
         self._turns += 1
-        prompt = await self.session.reader.chat(self.messages)
+        prompt, _ = await self.session.reader.conversation(ChatPrompt(messages=self.messages))
         request = GenerateRequest(
             rid=f"turn-{self._turns}", prompt_ids=prompt, sampling=self.sampling.params()
         )

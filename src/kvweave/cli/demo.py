@@ -88,12 +88,13 @@ async def _show(session: Session, console: Console, document: str) -> None:
 
 async def _ask(session: Session, text: str, namespace: str, most: int) -> _Timed:
     """Answer greedily in a cache of its own."""
-    from kvweave.server.protocol import ChatMessage  # here: it loads the server's parts
+    from kvweave.server.prompts import ChatPrompt  # here: it loads the server's parts
 
     if session.reader.tokenizer.chat_template is None:
         prompt = await session.reader.read(text)
     else:
-        prompt = await session.reader.chat([ChatMessage(role="user", content=text)])
+        chat = ChatPrompt(messages=[{"role": "user", "content": text}])
+        prompt, _ = await session.reader.conversation(chat)
     request = GenerateRequest(
         rid=f"demo-{time.monotonic_ns()}",
         prompt_ids=prompt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from kvweave.engine.types import GenerateRequest
 from kvweave.errors import RequestError
@@ -30,6 +31,8 @@ class Limits:
         self._check_tokens(request.prompt_ids, "prompt")
         self._check_tokens(sampling.stop_token_ids, "stop_token_ids")
         self._check_tokens(sampling.logit_bias or (), "logit_bias")
+        self._check_tokens(sampling.allowed_token_ids or (), "allowed_token_ids")
+        self._check_tokens(chain.from_iterable(sampling.bad_words_ids), "bad_words")
 
     def longest(self, request: GenerateRequest) -> int:
         """The length, prompt included, at which an answer ends.
@@ -60,6 +63,7 @@ class Limits:
             )
 
     def _check_tokens(self, token_ids: Iterable[int], param: str) -> None:
+        token_ids = tuple(token_ids)
         low, high = min(token_ids, default=0), max(token_ids, default=0)
         if low < 0 or high >= self.vocab_size:
             raise RequestError(

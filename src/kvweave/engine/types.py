@@ -40,6 +40,10 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these are ever chosen."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that no answer holds: the last one is impossible after the others."""
 
     MAX_LOGPROBS = 20
     MAX_N = 128
@@ -56,6 +60,12 @@ class SamplingParams:
             raise RequestError("top_p must be above 0", param="top_p")
         if any(not text for text in self.stop):
             raise RequestError("stop strings must not be empty", param="stop")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError(
+                "allowed_token_ids must name a token, or be left out", param="allowed_token_ids"
+            )
+        if not all(self.bad_words_ids):
+            raise RequestError("bad words must have tokens", param="bad_words")
         for token, bias in (self.logit_bias or {}).items():
             if token < 0 or not -100 <= bias <= 100:
                 raise RequestError(

@@ -1,8 +1,10 @@
-"""Values that have several spellings in a request, each brought to one."""
+"""Types of request fields: values of several spellings are brought to one, and bounded."""
 
 from __future__ import annotations
 
+import json
 import re
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
@@ -11,10 +13,24 @@ MAX_PROMPTS = 1024
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = MAX_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_ALLOWED_IDS = 2**18
 MAX_NAME = 256
 MAX_MOVABLE = 64
 Prompt = str | tuple[int, ...]
 _NAME = rf"[!-~]{{1,{MAX_NAME}}}"
+
+
+def _number(value: Any) -> Any:
+    """Numbers as other servers take them: 5.0 for 5, and "0.5" for 0.5. No true for 1."""
+    if isinstance(value, str) and len(value) <= 32:
+        if re.fullmatch("[-+]?[0-9]+", value):
+            return int(value)
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _printable(text: str) -> str:
@@ -39,15 +55,17 @@ def _whole(text: str) -> str:
     return text
 
 
-def _stops(value: Any) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
-        raise ValueError("stop is a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
-    if any(len(text) > MAX_STOP_CHARS for text in stops):
-        raise ValueError(f"a stop string has at most {MAX_STOP_CHARS} characters")
-    return tuple(map(_whole, stops))
+def _texts(value: Any, name: str, most: int) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name} is a string or a list of strings")
+    if len(texts) > most:
+        raise ValueError(f"at most {most} strings, not {len(texts)}")
+    if any(not text for text in texts):
+        raise ValueError("strings must not be empty")
+    if any(len(text) > MAX_STOP_CHARS for text in texts):
+        raise ValueError(f"a string has at most {MAX_STOP_CHARS} characters")
+    return tuple(map(_whole, texts))
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -79,6 +97,30 @@ def _content(value: Any) -> str | tuple[str, ...] | None:
             raise ValueError(f"parts are of type text, with their text, not {kind!r:.80}")
         texts.append(part["text"])
     return tuple(texts)
+
+
+def _tool_calls(value: Any) -> list[dict[str, Any]]:
+    """Calls with their arguments as objects, which is how chat templates read them.
+
+    OpenAI's clients send arguments as JSON text.
+    """
+    if not isinstance(value, list):
+        raise ValueError("tool_calls is a list of calls")
+    calls = []
+    for call in value:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ValueError('a call is {"function": {"name": ..., "arguments": ...}}')
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments.strip() or "{}") or {}
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments of {function.get('name')!r:.80} are no JSON object")
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
 
 
 def _bias(value: Any) -> dict[int, float]:
@@ -113,6 +155,8 @@ _part_schema: dict[str, Any] = {
     "properties": {"type": {"const": "text"}, "text": _text_schema},
     "required": ["type", "text"],
 }
+Whole = Annotated[int, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_number)]
 Rid = Annotated[
     str,
     AfterValidator(_printable),
@@ -123,15 +167,25 @@ CacheSalt = Annotated[
 ]
 Stops = Annotated[
     tuple[str, ...],
-    PlainValidator(_stops),
+    PlainValidator(partial(_texts, name="stop", most=MAX_STOPS)),
     WithJsonSchema(
         {"anyOf": [_stop_schema, {"type": "array", "items": _stop_schema, "maxItems": MAX_STOPS}]}
     ),
+]
+BadWords = Annotated[
+    tuple[str, ...],
+    PlainValidator(partial(_texts, name="bad_words", most=MAX_BAD_WORDS)),
+    WithJsonSchema({"type": "array", "items": _stop_schema, "maxItems": MAX_BAD_WORDS}),
 ]
 Content = Annotated[
     str | tuple[str, ...] | None,
     PlainValidator(_content),
     WithJsonSchema({"anyOf": [_text_schema, {"type": "array", "items": _part_schema}]}),
+]
+ToolCalls = Annotated[
+    list[dict[str, Any]],
+    PlainValidator(_tool_calls),
+    WithJsonSchema({"type": "array", "items": {"type": "object"}}),
 ]
 LogitBias = Annotated[
     dict[int, float],
@@ -149,6 +203,11 @@ StopIds = Annotated[
     tuple[int, ...],
     BeforeValidator(_frozen),
     Field(max_length=MAX_STOP_IDS, json_schema_extra={"items": _id_schema}),
+]
+AllowedIds = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_frozen),
+    Field(min_length=1, max_length=MAX_ALLOWED_IDS, json_schema_extra={"items": _id_schema}),
 ]
 Prompts = Annotated[
     tuple[Prompt, ...],

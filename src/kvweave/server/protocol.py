@@ -1,14 +1,13 @@
-"""What clients may send. Names are OpenAI's; vLLM's and SGLang's where OpenAI has none.
+"""Request bodies of the HTTP endpoints. Names are OpenAI's; vLLM's and SGLang's otherwise.
 
-Three kinds of field: those that are understood; those that would change the answer but are not
-offered, refused in words; everything else is ignored, since clients written for other servers send
-it. Ranges are checked once, by SamplingParams.
+Fields of those servers that are not served are in `known_fields`. SamplingParams checks the ranges.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -17,33 +16,48 @@ from kvweave.engine.types import RANGES, SamplingParams
 from kvweave.errors import RequestError
 from kvweave.server.fields import (
     MAX_MOVABLE,
+    AllowedIds,
+    BadWords,
     CacheSalt,
     Content,
     LogitBias,
+    Number,
     Prompts,
     Rid,
     StopIds,
     Stops,
+    ToolCalls,
+    Whole,
 )
-
-PART_END = "\n"
-"""Stands between two parts of a message's content."""
+from kvweave.server.known_fields import refuse_unserved
+from kvweave.server.prompts import ChatPrompt
 
 
 class ChatMessage(BaseModel):
-    """One message; what else it carries (name, tool_calls, ...) goes to the chat template."""
+    """One message; its other fields (name, tool_call_id, ...) go to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(min_length=1, max_length=64)
     content: Content = None
+    tool_calls: ToolCalls = Field(default_factory=list)
 
-    def as_said(self) -> dict[str, Any]:
-        """As chat templates want it: parts of the content joined by line ends, as others do."""
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, message: Any) -> Any:
+        """Without fields that are null: clients send back answers with all of their fields."""
+        if not isinstance(message, dict):
+            return message
+        if message.get("function_call"):
+            raise ValueError("function_call is not offered: write tool_calls")
+        return {name: value for name, value in message.items() if value is not None}
+
+    def for_template(self) -> dict[str, Any]:
+        """As ChatPrompt holds it: without fields that say nothing, and with a content."""
         said = self.model_dump(exclude_unset=True)
-        if isinstance(self.content, tuple):
-            said["content"] = PART_END.join(self.content)
-        return said
+        if not self.tool_calls:
+            said.pop("tool_calls", None)
+        return {**said, "content": self.content or ""}
 
 
 class Reorder(BaseModel):
@@ -56,8 +70,8 @@ class Reorder(BaseModel):
     """The last one without it."""
     parts: list[int] = Field(min_length=2, max_length=MAX_MOVABLE)
 
-    def place(self, messages: Sequence[ChatMessage]) -> int:
-        """The message that it is about."""
+    def place(self, messages: Sequence[Any]) -> int:
+        """The index of its message."""
         return len(messages) - 1 if self.message is None else self.message
 
     def check(self, messages: Sequence[ChatMessage]) -> None:
@@ -92,18 +106,16 @@ class Reorder(BaseModel):
 class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
-    REFUSED: ClassVar[dict[str, str]] = {}
-    """Fields that would change the answer, and why they cannot be had."""
+    ELSEWHERE: ClassVar[dict[str, str]] = {}
+    """Fields that only another endpoint serves, and its path."""
 
     @model_validator(mode="before")
     @classmethod
-    def _only_what_is_said(cls, body: Any) -> Any:
+    def _without_nulls(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        for name, reason in cls.REFUSED.items():
-            if body.get(name) not in (None, False, "", [], {}):
-                raise RequestError(f"{name} is not offered: {reason}", param=name)
-        # null says as much as silence: that the default will do.
+        refuse_unserved(body, cls.model_fields.keys(), cls.ELSEWHERE)
+        # null is the same as a field left out: the default holds.
         return {name: value for name, value in body.items() if value is not None}
 
 
@@ -124,63 +136,81 @@ def _show_ranges(schema: dict[str, Any]) -> None:
                 number |= {least: low, "maximum": high}
 
 
+_plain_text: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}},
+    "additionalProperties": False,
+}
+
+
 class GenerationBody(_Body):
-    """What both completion endpoints understand."""
+    """The fields of both completion endpoints."""
 
     model_config = ConfigDict(json_schema_extra=_show_ranges)
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "guided_json": "this server does not constrain what a model may write",
-        "guided_regex": "this server does not constrain what a model may write",
-        "guided_choice": "this server does not constrain what a model may write",
-        "guided_grammar": "this server does not constrain what a model may write",
-        "structured_outputs": "this server does not constrain what a model may write",
-        "use_beam_search": "answers are sampled, not searched",
-        "prompt_embeds": "prompts are text or token ids",
-        "lora_path": "this server serves one model, without adapters",
-    }
-
     model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    max_tokens: Whole | None = None
+    max_completion_tokens: Whole | None = None
+    """The newer name of `max_tokens`, which wins."""
+    min_tokens: Whole = 0
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Whole | None = None
+    min_p: Number | None = None
+    seed: Whole | None = None
+    n: Whole | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
     logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: BadWords = ()
     stop: Stops = ()
     stop_token_ids: StopIds = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    response_format: dict[str, Any] | None = Field(
+        None, json_schema_extra={"anyOf": [_plain_text, {"type": "null"}]}
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add its own; by default to a text, not to a conversation."""
 
     rid: Rid | None = None
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    priority: Whole = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: CacheSalt | None = None
     fuzzy: bool = True
-    fuzzy_refresh: float | None = Field(None, ge=0, le=1)
+    fuzzy_refresh: Number | None = Field(None, ge=0, le=1)
     fuzzy_semantic: bool = True
     return_plan: bool = False
 
     def sampling(self, **more: Any) -> SamplingParams:
-        """What the engine is told; fields that the client left out keep the engine's defaults."""
+        """The engine's parameters; fields that the client left out keep the engine's defaults."""
         said = {name: getattr(self, name) for name in _PASSED_ON & self.model_fields_set}
-        params = SamplingParams(**{**said, **more})
-        params.validate()
+        if self.max_completion_tokens is not None:
+            said["max_tokens"] = self.max_completion_tokens
+        params = SamplingParams(**{**more, **said})
+        try:
+            params.validate()
+        except RequestError as wrong:
+            if wrong.param == "max_tokens" and self.max_completion_tokens is not None:
+                wrong.param = "max_completion_tokens"
+            raise
         return params
 
     @model_validator(mode="after")
-    def _options_need_a_stream(self) -> GenerationBody:
+    def _served_as_asked(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise RequestError(
                 "stream_options is only allowed with stream: true", param="stream_options"
+            )
+        if (self.response_format or {}).get("type", "text") != "text":
+            raise RequestError(
+                "response_format other than text is not offered: this server does not constrain "
+                "what a model may write",
+                param="response_format",
             )
         return self
 
@@ -193,16 +223,10 @@ _PASSED_ON = {
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        **GenerationBody.REFUSED,
-        "suffix": "the model continues a prompt, it does not fill gaps",
-        "reorder": "it is for chat, where a message's content has parts",
-    }
-
     prompt: Prompts
     echo: bool = False
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: Whole | None = None
+    best_of: Whole | None = None
 
     @model_validator(mode="after")
     def _best_of(self) -> CompletionBody:
@@ -214,40 +238,63 @@ class CompletionBody(GenerationBody):
         return self
 
 
-_plain_text: dict[str, Any] = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}},
-    "additionalProperties": False,
-}
+class ConversationBody(_Body):
+    """The fields that make a conversation's prompt."""
+
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = Field(None, max_length=64)
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    """Open the assistant's turn: yes, unless the last message is to be continued."""
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+
+    def conversation(self) -> ChatPrompt:
+        """The prompt that the messages make; there must be some."""
+        assert self.messages is not None
+        return ChatPrompt(
+            messages=[message.for_template() for message in self.messages],
+            tools=self.tools,
+            documents=self.documents,
+            reasoning_effort=self.reasoning_effort,
+            variables=self.chat_template_kwargs or {},
+            add_generation_prompt=not self.continue_final_message
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            add_special_tokens=bool(self.add_special_tokens),
+        )
+
+    @model_validator(mode="after")
+    def _one_end(self) -> ConversationBody:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other: the last "
+                "message is either continued or answered",
+                param="continue_final_message",
+            )
+        return self
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ConversationBody, GenerationBody):
     """POST /v1/chat/completions."""
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        **GenerationBody.REFUSED,
-        "functions": "describe them in tools",
-        "function_call": "describe functions in tools",
-        "audio": "this server answers in text",
-        "web_search_options": "this server searches nothing",
-    }
-
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: Whole | None = None
     tool_choice: str | dict[str, Any] | None = Field(
         None, json_schema_extra={"anyOf": [{"enum": ["none", "auto"]}, {"type": "null"}]}
-    )
-    response_format: dict[str, Any] | None = Field(
-        None, json_schema_extra={"anyOf": [_plain_text, {"type": "null"}]}
     )
     modalities: list[str] | None = Field(
         None, json_schema_extra={"anyOf": [{"const": ["text"]}, {"type": "null"}]}
     )
-    chat_template_kwargs: dict[str, Any] | None = None
     reorder: Reorder | None = None
+
+    def conversation(self) -> ChatPrompt:
+        prompt = super().conversation()
+        return replace(prompt, tools=None) if self.tool_choice == "none" else prompt
 
     @model_validator(mode="after")
     def _offered(self) -> ChatBody:
@@ -256,10 +303,6 @@ class ChatBody(GenerationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError(
                 "top_logprobs is only allowed with logprobs: true", param="top_logprobs"
-            )
-        if (self.response_format or {}).get("type", "text") != "text":
-            raise RequestError(
-                "response_format other than text is not offered", param="response_format"
             )
         if self.modalities not in (None, ["text"]):
             raise ValueError("modalities other than text are not offered")
@@ -270,15 +313,19 @@ class ChatBody(GenerationBody):
         return self
 
 
-class TokenizeBody(_Body):
+CompletionBody.ELSEWHERE = dict.fromkeys(
+    ChatBody.model_fields.keys() - CompletionBody.model_fields.keys(), "/v1/chat/completions"
+)
+ChatBody.ELSEWHERE = dict.fromkeys(
+    CompletionBody.model_fields.keys() - ChatBody.model_fields.keys(), "/v1/completions"
+)
+
+
+class TokenizeBody(ConversationBody):
     """POST /tokenize: a text, or a conversation through the chat template."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
-"""Puts parts of a message, as far as the client left that open, into the order that is cached best.
+"""Orders the parts of a message that the client lets move by what is cached of them.
 
-Whatever the order, the model reads what it would read had the client sent it so. The pieces serve
-to find the order; the prompt is written and tokenised as a whole, as always.
+The pieces serve to find an order; the prompt is then rendered and tokenised as a whole, as if the
+client had sent it in that order.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,8 @@ import numpy as np
 from kvweave.errors import RequestError
 from kvweave.kv.pool import IntArray
 from kvweave.reorder import Pieces, Proposal, confirmed, propose, tokens_within
-from kvweave.server.prompts import Conversation, PromptReader
-from kvweave.server.protocol import PART_END, ChatBody, ChatMessage, Reorder
+from kvweave.server.prompts import PART_END, ChatPrompt, Conversation, PromptReader
+from kvweave.server.protocol import Reorder
 from kvweave.server.service import ServingEngine
 
 if TYPE_CHECKING:
@@ -27,33 +28,33 @@ if TYPE_CHECKING:
 async def ordered(
     reader: PromptReader,
     engine: ServingEngine,
-    body: ChatBody,
+    chat: ChatPrompt,
     reorder: Reorder,
-    tools: Sequence[dict[str, Any]] | None,
+    cache_salt: str | None,
 ) -> tuple[Conversation, dict[str, Any]]:
-    """The prompt, and what the client is told about its order.
+    """The prompt, and a report of its order for the client.
 
-    The order is chosen for what is cached now, under the request's salt; the parts stay as given
-    where no order is cached better.
+    The order is chosen by what is cached now, under the request's salt; the parts stay as given if
+    no order is cached better.
     """
-    frame, options = _Frame(body.messages, reorder), body.chat_template_kwargs
-    prompt = await reader.conversation(body.messages, tools, options)
+    frame = _Frame(chat, reorder)
+    prompt = await reader.conversation(chat)
     given = _array(prompt.ids)
-    marked = reader.render(frame.around(frame.mark), tools, options or {})
+    marked = reader.render(frame.around(frame.mark))
     pieces = await asyncio.to_thread(frame.pieces, marked, reader.encode_plain)
 
     def search(engine: Engine) -> Proposal:
-        known = engine.prefixes(body.cache_salt)
+        known = engine.prefixes(cache_salt)
         proposal = propose(pieces, known)
         return proposal if proposal.gain else confirmed(known, proposal, given, given)
 
     proposal = await engine.run_on_engine_thread(search)
     if proposal.gain:
-        proposed = await reader.conversation(frame.in_order(proposal.order), tools, options)
+        proposed = await reader.conversation(frame.in_order(proposal.order))
         whole, promised = _array(proposed.ids), proposal
 
         def confirm(engine: Engine) -> Proposal:
-            return confirmed(engine.prefixes(body.cache_salt), promised, given, whole)
+            return confirmed(engine.prefixes(cache_salt), promised, given, whole)
 
         proposal = await engine.run_on_engine_thread(confirm)
         prompt = proposed if proposal.gain else prompt
@@ -63,24 +64,25 @@ async def ordered(
 class _Frame:
     """A conversation around the parts that may move."""
 
-    def __init__(self, messages: Sequence[ChatMessage], reorder: Reorder) -> None:
+    def __init__(self, chat: ChatPrompt, reorder: Reorder) -> None:
         self.mark = f"parts{uuid.uuid4().hex}"
         """Stands for all movable parts, and occurs nowhere else."""
-        self._at = reorder.place(messages)
-        self._messages = messages
+        self._at = reorder.place(chat.messages)
+        self._chat = chat
         self._first, end = min(reorder.parts), max(reorder.parts) + 1
-        content = messages[self._at].content
+        content = chat.messages[self._at]["content"]
         assert isinstance(content, tuple)  # else refused
         self._before, self._after = content[: self._first], content[end:]
         self._movable = content[self._first : end]
 
-    def around(self, *parts: str) -> list[ChatMessage]:
+    def around(self, *parts: str) -> ChatPrompt:
         """The conversation with `parts` in place of the movable ones."""
+        messages = list(self._chat.messages)
         content = (*self._before, *parts, *self._after)
-        message = self._messages[self._at].model_copy(update={"content": content})
-        return [*self._messages[: self._at], message, *self._messages[self._at + 1 :]]
+        messages[self._at] = {**messages[self._at], "content": content}
+        return replace(self._chat, messages=messages)
 
-    def in_order(self, order: Sequence[int]) -> list[ChatMessage]:
+    def in_order(self, order: Sequence[int]) -> ChatPrompt:
         """The conversation with its movable parts in another order."""
         return self.around(*(self._movable[at] for at in order))
 

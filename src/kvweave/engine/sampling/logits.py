@@ -109,6 +109,8 @@ class Adjuster:
     - minus frequency penalty times occurrences in the output, minus presence penalty if there is
       any (the formula of OpenAI's API reference);
     - plus the request's logit_bias;
+    - tokens outside `allowed_token_ids` are impossible;
+    - a token that would complete one of `bad_words_ids` is impossible;
     - until `min_tokens` are there, the tokens that would end the answer are impossible.
     """
 
@@ -119,12 +121,17 @@ class Adjuster:
         bias = params.logit_bias or {}
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         self._bias = np.fromiter(bias.values(), np.float32, len(bias))
+        allowed = params.allowed_token_ids
+        self._allowed = None if allowed is None else np.unique(np.array(allowed, np.int64))
         self._ending = np.array(sorted(ending), np.int64)
+        self._output: list[int] = []
         self._generated = 0
 
     def add(self, token: int) -> None:
         """Take note of a token of the output."""
         self._generated += 1
+        if self.params.bad_words_ids:
+            self._output.append(token)
         if self._counts is not None:
             self._counts.add(token)
 
@@ -134,8 +141,22 @@ class Adjuster:
             changes.penalties.append((row, self._counts, self.params))
         if len(self._bias_ids):
             changes.biases.append((row, self._bias_ids, self._bias))
+        if self._allowed is not None:
+            changes.allowed.append((row, self._allowed))
+        if self.params.bad_words_ids and len(completing := self._completing()):
+            changes.forbidden.append((row, completing))
         if self._generated < self.params.min_tokens and len(self._ending):
             changes.forbidden.append((row, self._ending))
+
+    def _completing(self) -> npt.NDArray[np.int64]:
+        """Tokens that would complete a bad word now."""
+        output = self._output
+        last = [
+            word[-1]
+            for word in self.params.bad_words_ids
+            if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]
+        ]
+        return np.unique(np.array(last, np.int64))
 
 
 def penalises(params: SamplingParams) -> bool:
@@ -146,7 +167,13 @@ def penalises(params: SamplingParams) -> bool:
 
 def adjusts(params: SamplingParams) -> bool:
     """Whether the logits are ever changed; most requests need no Adjuster."""
-    return penalises(params) or bool(params.logit_bias) or params.min_tokens > 0
+    return (
+        penalises(params)
+        or bool(params.logit_bias)
+        or params.min_tokens > 0
+        or params.allowed_token_ids is not None
+        or bool(params.bad_words_ids)
+    )
 
 
 class Changes:
@@ -155,6 +182,7 @@ class Changes:
     def __init__(self) -> None:
         self.penalties: list[tuple[int, TokenCounts, SamplingParams]] = []
         self.biases: list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
+        self.allowed: list[tuple[int, npt.NDArray[np.int64]]] = []
         self.forbidden: list[tuple[int, npt.NDArray[np.int64]]] = []
 
     def apply(self, logits: torch.Tensor) -> None:
@@ -164,6 +192,11 @@ class Changes:
         if self.biases:
             where = _Where(logits, [(row, ids) for row, ids, _ in self.biases])
             where.write(where.read() + where.tensor([bias for _, _, bias in self.biases]))
+        if self.allowed:
+            where = _Where(logits, self.allowed)
+            kept = where.read()
+            logits[[row for row, _ in self.allowed]] = -torch.inf
+            where.write(kept)
         if self.forbidden:
             where = _Where(logits, self.forbidden)
             where.write(torch.full_like(where.read(), -torch.inf))

@@ -72,7 +72,12 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> SampledToke
     if random:
         chosen[random] = _draw(logits[random], [states[row] for row in random])
     for row in (~best.isfinite()).nonzero().squeeze(-1).tolist():
-        errors[row] = KvweaveError("the model's output holds no valid numbers")
+        errors[row] = KvweaveError(
+            "the model's output holds no valid numbers"
+            if states[row].adjuster is None
+            else "the request leaves no token to choose (allowed_token_ids, bad_words, logit_bias "
+            "and min_tokens together), or the model's output holds no valid numbers"
+        )
     token_ids = chosen.tolist()
     return SampledTokens(token_ids, _logprobs_of(raw, token_ids, states), errors)
 

@@ -27,17 +27,16 @@ def chat_router(service: Service) -> APIRouter:
     )
     async def create_chat_completion(body: ChatBody) -> Response:
         service.card.require(body.model)
-        limit = body.max_tokens
-        if body.max_completion_tokens is not None:  # the newer name of the same limit
-            limit = body.max_completion_tokens
+        reader, chat, order = service.reader, body.conversation(), None
         scored = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = body.sampling(max_tokens=limit, logprobs=scored)
-        tools = None if body.tool_choice == "none" else body.tools
-        reader, options, order = service.reader, body.chat_template_kwargs, None
+        words = reader.spellings(body.bad_words)
+        sampling = body.sampling(max_tokens=None, logprobs=scored, bad_words_ids=words)
         if body.reorder is None:
-            prompt = await reader.conversation(body.messages, tools, options)
+            prompt = await reader.conversation(chat)
         else:
-            prompt, order = await ordered(reader, service.engine, body, body.reorder, tools)
+            prompt, order = await ordered(
+                reader, service.engine, chat, body.reorder, body.cache_salt
+            )
         form = _ChatFormat(service.texts, scored=scored is not None)
         return service.respond(
             body,

@@ -28,13 +28,18 @@ def completions_router(service: Service) -> APIRouter:
     )
     async def create_completion(body: CompletionBody) -> Response:
         service.card.require(body.model)
-        more: dict[str, Any] = {"logprobs": body.logprobs}
-        if body.echo:
-            more["prompt_logprobs"] = body.logprobs
-        sampling = body.sampling(**more)
-        prompts = await asyncio.gather(*(service.reader.read(prompt) for prompt in body.prompt))
+        reader = service.reader
+        sampling = body.sampling(
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+            bad_words_ids=reader.spellings(body.bad_words),
+        )
+        special = body.add_special_tokens is not False
+        prompts = await asyncio.gather(
+            *(reader.read(prompt, add_special_tokens=special) for prompt in body.prompt)
+        )
         texts = [
-            prompt if isinstance(prompt, str) else await service.reader.decode(prompt)
+            prompt if isinstance(prompt, str) else await reader.decode(prompt)
             for prompt in (body.prompt if body.echo else ())
         ]
         form = _CompletionFormat(body, prompts, texts, service.texts)
@@ -140,13 +145,11 @@ def tokenization_router(service: Service) -> APIRouter:
     @router.post("/tokenize", response_model=None, responses=answers(Tokens, 404))
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         card.require(body.model)
-        if body.messages is not None:
-            ids = await reader.chat(body.messages, body.tools, body.chat_template_kwargs)
+        if body.prompt is None:
+            ids = (await reader.conversation(body.conversation())).ids
         else:
-            assert body.prompt is not None, "the body holds one of the two"
-            ids = await reader.encode(
-                body.prompt, param="prompt", add_special_tokens=body.add_special_tokens
-            )
+            special = body.add_special_tokens is not False
+            ids = await reader.read(body.prompt, add_special_tokens=special)
         answer = {"count": len(ids), "max_model_len": card.context_length, "tokens": list(ids)}
         if body.return_token_strs:
             answer["token_strs"] = [texts.of(token)[0] for token in ids]
