@@ -55,6 +55,41 @@ def test_holds_back_no_more_than_what_may_become_a_stop(pieces, stops):
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", "ba", "<s>"]), max_size=12),
+    st.lists(st.sampled_from(["a<s>", "<s>b", "<s>", "bb", "ab", "b<s>a", "aba"]), min_size=1),
+    st.integers(0, 4),
+)
+def test_special_tokens_end_an_answer_though_they_are_hidden(pieces, stops, may_end_after):
+    """Stop strings with a special token are sought in the text with it, others without it."""
+    whole, shown_text, ended = "", "", None
+    for at, piece in enumerate(pieces):
+        for character in piece:
+            whole += character
+            shown_text += character if piece != "<s>" else ""
+            found = [
+                stop
+                for stop in stops
+                if ("<s>" in stop and whole.endswith(stop))
+                or ("<s>" not in stop and piece != "<s>" and shown_text.endswith(stop))
+            ]
+            if found and at >= may_end_after:
+                ended = max(found, key=len)
+                break
+        if ended is not None:
+            break
+    matcher, given = StopMatcher(stops, special=["<s>"]), ""
+    for at, piece in enumerate(pieces):
+        given += matcher.feed(piece, hidden=piece == "<s>", may_end=at >= may_end_after)
+        if matcher.matched is not None:
+            break
+    assert matcher.matched == ended
+    if ended is None:
+        assert given + matcher.finish() == shown_text
+    else:
+        assert given + ended.replace("<s>", "") == shown_text
+
+
 def answer_text(tokens: list[int]) -> str:
     return "".join(chr(33 + token) for token in tokens)
 
@@ -116,3 +151,37 @@ def test_min_tokens_keep_stops_and_the_end_token_away():
     text = answer_text(oracle_answer(tokens, 9))
     world.run(request("later", tokens, 9, stop=(text[1], text[6:8]), min_tokens=4))
     assert world.answers["later", 0].text == text[:6]
+
+
+@pytest.mark.parametrize("begin", [2, 3, 4])
+def test_a_stop_string_across_the_border_of_min_tokens_ends_the_answer(begin):
+    tokens = prompt(20, 1)
+    text = answer_text(oracle_answer(tokens, 9))
+    world = make_world("radix")
+    world.run(request("r", tokens, 9, stop=(text[begin:5],), min_tokens=4))
+    answer = world.answers["r", 0]
+    assert (answer.text, answer.matched_stop) == (text[:begin], text[begin:5])
+    assert len(answer.token_ids) == 5
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("shows_special", [False, True])
+def test_a_special_token_is_a_stop_string_too(include, shows_special):
+    """The model writes nothing but its end token, which reads "<end>" and is ignored."""
+
+    def answer(stop, **more):
+        world = make_world("radix")
+        more |= {"include_stop_str_in_output": include, "skip_special_tokens": not shows_special}
+        bias = {95: 100.0}
+        world.run(request("r", prompt(20, 1), 9, stop=(stop,), logit_bias=bias, **more))
+        return world.answers["r", 0]
+
+    for stop, tokens, more in (
+        ("<end>", 1, {}),
+        ("<end><end>", 2, {}),
+        ("<end>", 4, {"min_tokens": 3}),
+    ):
+        ended = answer(stop, **more)
+        assert (ended.finish_reason, ended.matched_stop) == ("stop", stop)
+        assert len(ended.token_ids) == tokens
+    assert ended.text == ("<end>" * 3 if shows_special else "") + ("<end>" if include else "")

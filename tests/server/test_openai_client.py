@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from kvweave.engine.types import Usage
-from support.serverkit import TEXT
+from support.serverkit import CONTEXT, TEXT
 
 
 @pytest.fixture
@@ -67,6 +67,22 @@ def test_errors_arrive_as_the_clients_own(ai, engine):
     engine.capacity = 0
     with pytest.raises(openai.RateLimitError):
         ai.completions.create(model="toy", prompt="x")
+
+
+@pytest.mark.parametrize("length", [CONTEXT, 40 * CONTEXT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_beyond_the_context_fails_as_clients_expect(ai, length, stream):
+    """Their fallbacks to other models look for this code, or for these words."""
+    long = "x" * length
+    with pytest.raises(openai.BadRequestError) as chat:
+        messages = [{"role": "user", "content": long}]
+        ai.chat.completions.create(model="toy", messages=messages, stream=stream)
+    with pytest.raises(openai.BadRequestError) as completion:
+        ai.completions.create(model="toy", prompt=long, stream=stream)
+    for refused, param in ((chat, "messages"), (completion, "prompt")):
+        assert refused.value.code == "context_length_exceeded"
+        assert refused.value.param == param
+        assert f"This model's maximum context length is {CONTEXT} tokens" in str(refused.value)
 
 
 def test_a_failure_in_mid_stream_is_raised_by_the_client(ai, engine):

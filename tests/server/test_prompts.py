@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from kvweave.errors import RequestError
 from kvweave.server.prompts import ChatPrompt, PromptReader, _common, _mentions
@@ -94,6 +96,35 @@ def test_the_common_beginning_of_two_texts(both, one, other):
     same = _common(first, second)
     assert first[:same] == second[:same]
     assert first[same : same + 1] != second[same : same + 1] or first == second
+
+
+@pytest.fixture
+def beginning():
+    """A reader whose tokenizer puts a token before every text, as Llama's and Mistral's do."""
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    tokenizer = toy_tokenizer(template)
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    begin = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
+    )
+    return PromptReader(tokenizer, toy_card(tokenizer)), begin
+
+
+def test_a_prompt_never_begins_twice(beginning):
+    reader, begin = beginning
+    chat = ChatPrompt(messages=[{"role": "user", "content": "Hi"}])
+    ids = asyncio.run(reader.conversation(chat)).ids
+    assert ids.count(begin) == 1
+    # A client that renders the conversation itself hits the same prefix.
+    assert read(reader, reader.render(chat)) == ids
+    assert asyncio.run(reader.conversation(replace(chat, add_special_tokens=True))).ids == ids
+    plain = read(reader, "Hi")
+    assert plain == (begin, *reader.encode_plain("Hi"))
+    assert asyncio.run(reader.read("Hi", add_special_tokens=False)) == plain[1:]
+    # Token ids, and a second one that the text spells out, stay as they are.
+    assert read(reader, (begin, begin)) == (begin, begin)
+    assert read(reader, "<|begin|><|begin|>x").count(begin) == 2
 
 
 def test_a_conversation_tells_where_the_users_last_turn_begins(reader):

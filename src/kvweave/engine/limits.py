@@ -49,15 +49,16 @@ class Limits:
         most = self.context_length if max_tokens == 0 else self.context_length - 1
         if prompt > most:
             raise RequestError(
-                f"the prompt has {prompt} tokens, but this model takes {most} at most "
-                f"(its context holds {self.context_length}, the answer included)",
+                f"This model's maximum context length is {self.context_length} tokens, the answer "
+                f"included. However, the prompt has {prompt} tokens: it may have {most}",
                 param="prompt",
                 code="context_length_exceeded",
             )
         if prompt > self.pool_tokens:
             raise RequestError(
-                f"the prompt has {prompt} tokens, but this server's KV pool holds "
-                f"{self.pool_tokens} (--max-total-tokens)",
+                f"This model's maximum context length is {self.pool_tokens} tokens on this server, "
+                f"whose KV pool holds {self.pool_tokens} (--max-total-tokens). However, the prompt "
+                f"has {prompt} tokens",
                 param="prompt",
                 code="context_length_exceeded",
             )

@@ -121,5 +121,12 @@ class Service:
             id=id_prefix + rid, model=self.card.name, body=body, traces=traces, order=order
         )
         writer = (StreamWriter if body.stream else PlainWriter)(envelope, form)
-        generation = Generation(rid, requests, traces, source=self.engine, live=self.live)
+        generation = Generation(
+            rid,
+            requests,
+            traces,
+            source=self.engine,
+            live=self.live,
+            prompt_field="messages" if endpoint == "chat" else "prompt",
+        )
         return GenerationResponse(generation, writer, stream=body.stream)

@@ -84,12 +84,15 @@ class Generation:
         *,
         source: DeltaSource,
         live: LiveGenerations,
+        prompt_field: str = "prompt",
     ) -> None:
+        """`prompt_field`: where the prompt comes from in the body, for refusals."""
         self.rid = rid
         self.requests = tuple(requests)
         self.traces = tuple(traces)
         self._source = source
         self._live = live
+        self._prompt_field = prompt_field
         self._tasks: list[asyncio.Task[None]] = []
         self._arrived: dict[tuple[int, int], OutputDelta] = {}
         self._news = asyncio.Event()
@@ -148,6 +151,8 @@ class Generation:
                     self._add(place, delta)
         except Exception as failure:
             self.traces[place].failed = True
+            if isinstance(failure, RequestError) and failure.param == "prompt":
+                failure.param = self._prompt_field
             self._failure = self._failure or failure
         finally:
             # Whoever waits must see this task as done, so wake it after this task has ended.

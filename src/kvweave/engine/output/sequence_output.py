@@ -1,9 +1,11 @@
-"""Stop strings, found across the borders of tokens and never shown, not even in part."""
+"""Output of one answer: its text without stop strings, its log probabilities, its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,37 +18,74 @@ from kvweave.prefix.plan import runs_of
 
 
 class StopMatcher:
-    """Watches a text that grows, by the automaton of Knuth, Morris and Pratt: O(1) per character.
+    """Finds stop strings in a growing text with Knuth-Morris-Pratt automata: O(1) per character.
 
-    What may turn out to be the beginning of a stop string is held back until it is clear.
+    Text that may be the beginning of a stop string is held back until that is settled. Special
+    tokens that are not shown are `hidden` text: stop strings that spell one are looked for in the
+    text with hidden parts, all others in the text as shown.
     """
 
-    def __init__(self, stops: SequenceOf[str], include: bool = False) -> None:
-        """`include`: the stop string itself belongs to the text."""
+    def __init__(
+        self,
+        stops: SequenceOf[str],
+        include: bool = False,
+        special: SequenceOf[str] = (),
+    ) -> None:
+        """`include`: the stop string itself is shown; `special`: what hidden text may be."""
         self._stops = [_Automaton(text) for text in stops]
+        self._special = [
+            stop for stop in self._stops if any(token in stop.text for token in special)
+        ]
         self._include = include
         self._held = ""
+        # Which of the latest characters, hidden ones included, are shown.
+        longest = max((len(stop.text) for stop in self._special), default=0)
+        self._shown: deque[bool] = deque(maxlen=longest)
         self.matched: str | None = None
         """The stop string that ended the text."""
 
-    def feed(self, text: str) -> str:
-        """What may be shown, given that the text goes on with `text`; after a match, no more."""
-        if not self._stops:
-            return text
-        text, start = self._held + text, len(self._held)
-        for at in range(start, len(text)):
-            ended = [stop for stop in self._stops if stop.advance(text[at])]
-            if ended:
-                self.matched = max((stop.text for stop in ended), key=len)
+    @property
+    def watches_hidden(self) -> bool:
+        """Whether hidden text matters."""
+        return bool(self._special)
+
+    def feed(self, text: str, *, hidden: bool = False, may_end: bool = True) -> str:
+        """The text that can be shown now that `text` follows; after a match, no more.
+
+        Stop strings that are complete while not `may_end` are passed over.
+        """
+        watching = self._special if hidden else self._stops
+        if not watching:
+            return "" if hidden else text
+        start = len(self._held)
+        if not hidden:
+            self._held += text
+        for at, character in enumerate(text, start + 1):
+            if self._special:
+                self._shown.append(not hidden)
+            ended = [stop for stop in watching if stop.advance(character)]
+            if ended and may_end:
+                stop = max(ended, key=lambda each: len(each.text))
+                self.matched = stop.text
+                end = start if hidden else at
+                before = self._held[: end - self._shown_of(stop, len(stop.text))]
                 self._held = ""
-                cut = at + 1
-                return text[:cut] if self._include else text[: cut - len(self.matched)]
-        shown = len(text) - max(stop.progress for stop in self._stops)
-        self._held = text[shown:]
-        return text[:shown]
+                return before + stop.text if self._include else before
+            for stop in ended:
+                stop.pass_over()
+        held = max(self._shown_of(stop, stop.progress) for stop in self._stops)
+        end = len(self._held) - held
+        text, self._held = self._held[:end], self._held[end:]
+        return text
+
+    def _shown_of(self, stop: _Automaton, count: int) -> int:
+        """How many of the last `count` characters that `stop` has read are shown."""
+        if stop not in self._special:
+            return count
+        return sum(islice(reversed(self._shown), count))
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The text held back, now that nothing follows."""
         held, self._held = self._held, ""
         return held
 
@@ -75,6 +114,10 @@ class _Automaton:
         self.progress += self.text[self.progress] == character
         return self.progress == len(self.text)
 
+    def pass_over(self) -> None:
+        """Go on after the whole text was read: its end may be the beginning of another one."""
+        self.progress = self._fallback[self.progress]
+
 
 _SIBLING = 0xD1B54A32D192ED03
 """Added to the seed from one answer of a request to the next; odd, so that they all differ."""
@@ -89,15 +132,20 @@ class SequenceOutput:
         sampling: SamplingState,
         detokenizer: Detokenizer,
         ending: frozenset[int],
+        hidden: Mapping[int, str],
     ) -> None:
-        """`ending`: the tokens that end the answer, which may be sampled but are not shown."""
+        """`ending`: tokens that end the answer, which may be sampled but are not shown; `hidden`:
+        tokens that are not shown, with their texts.
+        """
         params = sampling.params
         self.sequence = sequence
         self.sampling = sampling
         self.finish_reason: FinishReason | None = None
         self._matched: str | int | None = None
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._hidden = hidden
+        special = tuple(hidden.values()) if params.stop else ()
+        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output, special)
         self._ending = ending
         scored = params.prompt_logprobs is not None and sequence.index == 0
         self._prompt_logprobs = [TokenLogprob(int(sequence.tokens[0]), None)] if scored else None
@@ -118,6 +166,8 @@ class SequenceOutput:
             text = self._end_with(token)
         else:
             text = self._watch(self._detokenizer.add(token))
+            if self._stops.watches_hidden and token in self._hidden:
+                text += self._watch(self._hidden[token], hidden=True)
             if self.sequence.length >= self.sequence.limit:
                 text += self._flush()
                 self.finish_reason = self.finish_reason or "length"
@@ -136,11 +186,10 @@ class SequenceOutput:
             self.finish_reason, self._matched = "stop", token
         return text
 
-    def _watch(self, text: str) -> str:
-        """What of `text` may be shown; the first `min_tokens` tokens are not searched for stops."""
-        if self.sequence.generated <= self.sampling.params.min_tokens:
-            return text
-        text = self._stops.feed(text)
+    def _watch(self, text: str, *, hidden: bool = False) -> str:
+        """The text that can be shown; no stop string ends within the first `min_tokens` tokens."""
+        may_end = self.sequence.generated > self.sampling.params.min_tokens
+        text = self._stops.feed(text, hidden=hidden, may_end=may_end)
         if self._stops.matched is not None:
             self.finish_reason, self._matched = "stop", self._stops.matched
         return text
@@ -194,7 +243,9 @@ class SequenceOutputFactory:
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int]) -> None:
         self._decode = decoder_of(tokenizer)
-        self._special = special_tokens(tokenizer)
+        self._special = {
+            token: self._decode([token]) for token in sorted(special_tokens(tokenizer))
+        }
         self._eos = frozenset(eos_token_ids)
 
     def make(self, sequence: Sequence, drawn: int) -> SequenceOutput:
@@ -206,7 +257,6 @@ class SequenceOutputFactory:
             ending |= self._eos
         seed = drawn if params.seed is None else params.seed
         sampling = SamplingState(params, prompt, ending, seed + sequence.index * _SIBLING)
-        skipped = self._special if params.skip_special_tokens else frozenset[int]()
-        return SequenceOutput(
-            sequence, sampling, Detokenizer(self._decode, prompt, skipped), ending
-        )
+        hidden = self._special if params.skip_special_tokens else {}
+        detokenizer = Detokenizer(self._decode, prompt, hidden)
+        return SequenceOutput(sequence, sampling, detokenizer, ending, hidden)
