@@ -74,8 +74,8 @@ def test_errors_arrive_as_the_clients_own(ai, engine):
 def test_a_prompt_beyond_the_context_fails_as_clients_expect(ai, length, stream):
     """Their fallbacks to other models look for this code, or for these words."""
     long = "x" * length
+    messages = [{"role": "user", "content": long}]
     with pytest.raises(openai.BadRequestError) as chat:
-        messages = [{"role": "user", "content": long}]
         ai.chat.completions.create(model="toy", messages=messages, stream=stream)
     with pytest.raises(openai.BadRequestError) as completion:
         ai.completions.create(model="toy", prompt=long, stream=stream)
