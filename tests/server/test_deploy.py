@@ -31,6 +31,7 @@ def test_the_dashboard_shows_every_metric_and_no_other(dashboard):
     told = {"provider_events": {"asked": 1}, "provider_figures": {"passages": 1}}
     told["paraphrase_refused"] = {"facts": 1}
     metrics = Metrics("toy", lambda: replace(FakeEngine().snapshot(), **told))
+    metrics.request_refused(429)
     families = list(metrics.registry.collect())
     samples = {sample.name for family in families for sample in family.samples}
     variables = [variable["query"] for variable in dashboard["templating"]["list"]]

@@ -102,7 +102,7 @@ class AsyncEngine:
 
     def abort(self, rid: str) -> None:
         """End a request; its answers finish with "abort". Unknown ids are ignored."""
-        self._submit(lambda: self._hand_out(self._engine.abort(rid)))
+        self._submit(partial(self._abort, rid))
 
     async def flush_cache(self, timeout: float = 0.0) -> None:
         """Forget all cached KV once nothing runs; RequestError if that takes beyond `timeout`."""
@@ -191,14 +191,23 @@ class AsyncEngine:
             self._queued -= 1
         self._engine.add(request)
         self._readers[request.rid] = stream
+        self._take_snapshot()  # the next step may be long
+
+    # What clients are told is in the gauges before they hear of it.
 
     def _flush(self) -> None:
         self._engine.flush_cache()
-        self._take_snapshot()  # before anyone hears of it
+        self._take_snapshot()
+
+    def _abort(self, rid: str) -> None:
+        deltas = self._engine.abort(rid)
+        self._take_snapshot()
+        self._hand_out(deltas)
 
     def _abort_unread(self, rid: str) -> None:
         self._readers.pop(rid, None)
         self._engine.abort(rid)
+        self._take_snapshot()
 
     def _run_errands(self) -> None:
         while self._inbox:

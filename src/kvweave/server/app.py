@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.server.access import BodyLimit, CsrfGuard, KeyGate, Keys
 from kvweave.server.errors import install_error_handlers
+from kvweave.server.metrics import RefusalCounter
 from kvweave.server.model_card import ModelCard
 from kvweave.server.request_metrics import RequestObserver
 from kvweave.server.routes.admin import admin_router
@@ -85,7 +86,7 @@ def build_api(
     if keys.any:
         app.add_middleware(KeyGate, keys=keys)
     app.add_middleware(CsrfGuard, config=config, keys=keys)
-    if config.origins:  # outermost: browsers ask for permission without a key
+    if config.origins:  # outside the gates: browsers ask for permission without a key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.origins,
@@ -93,6 +94,7 @@ def build_api(
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
+    app.add_middleware(RefusalCounter, metrics=service.metrics)
     return app
 
 

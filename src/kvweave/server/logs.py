@@ -81,16 +81,22 @@ current_rid: ContextVar[str | None] = ContextVar("kvweave_rid", default=None)
 
 
 class LogFields:
-    """A message that is made of facts: members of the object in JSON, `name=value` in text."""
+    """A message made of facts: members of the object in JSON, `name=value` in text.
+
+    In text, values with spaces or quotes are quoted as in JSON.
+    """
 
     def __init__(self, title: str, **facts: str | float | None) -> None:
         self.title = title
         self.facts = facts
 
     def __str__(self) -> str:
-        return " ".join(
-            f"{name}={'-' if value is None else value}" for name, value in self.facts.items()
-        )
+        return " ".join(f"{name}={_plain(value)}" for name, value in self.facts.items())
+
+
+def _plain(value: str | float | None) -> str:
+    text = "-" if value is None else str(value)
+    return json.dumps(text, ensure_ascii=False) if set(text) & set(' "\\\n') else text
 
 
 class JsonFormatter(logging.Formatter):

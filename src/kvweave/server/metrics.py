@@ -1,18 +1,21 @@
-"""Prometheus metrics, named as SGLang's are, with the prefix `kvweave:`, so that dashboards fit.
+"""Prometheus metrics: SGLang's names with the prefix `kvweave:`, so that dashboards fit.
 
-What happens to requests is observed as it happens; the engine's own gauges and counters are read
-when someone asks.
+Figures of requests are counted when a request reaches its first token or its end; the engine's
+gauges and counters are read at every scrape. Prompt, cached and generated tokens are counted here,
+where the histograms are: a histogram's sum is its counter's total, also after aborts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvweave.engine.types import EngineSnapshot
+from kvweave.engine.types import EngineSnapshot, Usage
+from kvweave.prefix.plan import Tier
 
 PREFIX = "kvweave:"
 _FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120)
@@ -27,7 +30,8 @@ class Metrics:
     def __init__(self, model_name: str, snapshot: Callable[[], EngineSnapshot]) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._label = {"model_name": model_name}
+        self._model = model_name
+        self._prompt_sum = self._cached_sum = 0
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN
         )
@@ -43,29 +47,74 @@ class Metrics:
         self._answer_lengths = self._histogram(
             "generation_tokens_histogram", "Tokens generated per prompt.", _TOKENS
         )
-        self._requests = self._counter("num_requests", "Prompts answered, however they ended.")
+        self._requests = self._counter(
+            "num_requests", "Prompts accepted that have ended, however they ended."
+        )
         self._aborted = self._counter(
             "num_aborted_requests", "Prompts that ended before their answer: client gone, aborted."
         )
-        self._failed = self._counter("num_failed_requests", "Prompts that ended with an error.")
-        self.registry.register(_EngineCollector(model_name, snapshot))
+        self._failed = self._counter(
+            "num_failed_requests", "Prompts that ended with an error of the server."
+        )
+        self._refused = self._counter(
+            "num_refused_requests", "HTTP requests refused, by status (4xx).", "status"
+        )
+        self._prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens, once per prompt, at its first token."
+        )
+        self._generated_tokens = self._counter("generation_tokens", "Tokens generated.")
+        cached = self._counter(
+            "cached_tokens",
+            "Prompt tokens served from the cache, once per prompt, by tier.",
+            "cache_source",
+            "tier",
+        )
+        self._cached_tokens = {
+            tier: cached.labels(model_name, "device", tier.value) for tier in Tier
+        }
+        self.registry.register(_EngineCollector(model_name, snapshot, self._hit_rate))
 
-    def token_gap(self, seconds: float, tokens: int) -> None:
-        """Observe `tokens` tokens that came together, `seconds` after the last."""
-        for _ in range(tokens):
-            self._token_gaps.observe(seconds / tokens)
+    def prompt_served(self, usage: Usage) -> None:
+        """Count a prompt at its first token, or at its end if it was to get none."""
+        cached = {
+            Tier.EXACT: usage.cached_tokens,
+            Tier.MOVED: usage.moved_tokens,
+            Tier.PARAPHRASE: usage.paraphrase_tokens,
+        }
+        for tier, tokens in cached.items():
+            self._cached_tokens[tier].inc(tokens)
+        self._cached_sum += sum(cached.values())
+        self._prompt_sum += usage.prompt_tokens
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._prompt_lengths.observe(usage.prompt_tokens)
 
-    def request_ended(self, outcome: str, prompt: int, generated: int, seconds: float) -> None:
-        """Count one prompt of `prompt` tokens whose answers have all ended."""
+    def generated(self, tokens: int, gap: float | None) -> None:
+        """Count `tokens` tokens that came together, `gap` seconds after the last; None: first."""
+        self._generated_tokens.inc(tokens)
+        if gap is not None:
+            for _ in range(tokens):
+                self._token_gaps.observe(gap / tokens)
+
+    def request_ended(self, outcome: str, generated: int | None, seconds: float) -> None:
+        """Count a prompt whose answers have all ended; `generated` is None if it was not served."""
+        if outcome == "refused":  # counted by status, with those that never came so far
+            return
         self._requests.inc()
+        if generated is not None:
+            self._answer_lengths.observe(generated)
         if outcome == "abort":
             self._aborted.inc()
         elif outcome == "error":
             self._failed.inc()
         else:
             self._whole.observe(seconds)
-            self._prompt_lengths.observe(prompt)
-            self._answer_lengths.observe(generated)
+
+    def request_refused(self, status: int) -> None:
+        """Count an HTTP request that was answered with this status, 400 to 499."""
+        self._refused.labels(self._model, status).inc()
+
+    def _hit_rate(self) -> float:
+        return self._cached_sum / self._prompt_sum if self._prompt_sum else 0.0
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -75,25 +124,49 @@ class Metrics:
         self, name: str, help: str, buckets: tuple[float, ...]
     ) -> prometheus_client.Histogram:
         return prometheus_client.Histogram(
-            PREFIX + name, help, list(self._label), registry=self.registry, buckets=buckets
-        ).labels(**self._label)
+            PREFIX + name, help, ["model_name"], registry=self.registry, buckets=buckets
+        ).labels(self._model)
 
-    def _counter(self, name: str, help: str) -> prometheus_client.Counter:
-        return prometheus_client.Counter(
-            PREFIX + name, help, list(self._label), registry=self.registry
-        ).labels(**self._label)
+    def _counter(self, name: str, help: str, *labels: str) -> prometheus_client.Counter:
+        """A counter, which is still to be given its values if it has `labels` of its own."""
+        counter = prometheus_client.Counter(
+            PREFIX + name, help, ["model_name", *labels], registry=self.registry
+        )
+        return counter if labels else counter.labels(self._model)
+
+
+class RefusalCounter:
+    """Counts every HTTP request that `app` answers with a status from 400 to 499."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start" and 400 <= message["status"] < 500:
+                self._metrics.request_refused(message["status"])
+            await send(message)
+
+        await self.app(scope, receive, counted)
 
 
 class _EngineCollector(Collector):
     """The engine's gauges and counters, read at every scrape."""
 
-    def __init__(self, model_name: str, snapshot: Callable[[], EngineSnapshot]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        snapshot: Callable[[], EngineSnapshot],
+        hit_rate: Callable[[], float],
+    ) -> None:
         self._model = model_name
         self._snapshot = snapshot
+        self._hit_rate = hit_rate
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
-        for name, (help, value) in _gauges(now).items():
+        for name, (help, value) in _gauges(now, self._hit_rate()).items():
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
@@ -101,25 +174,14 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
-        yield self._cached_tokens(now.hit_tokens)
-        yield from self._beyond_the_prefix(now)
+        yield from self._reuse_metrics(now)
 
-    def _cached_tokens(self, hits: Mapping[str, int]) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "cached_tokens",
-            "Prompt tokens served from the cache, once per request, by tier.",
-            labels=["model_name", "cache_source", "tier"],
-        )
-        for tier in sorted({"exact", *hits}):
-            family.add_metric([self._model, "device", tier], hits.get(tier, 0))
-        return family
-
-    def _beyond_the_prefix(self, now: EngineSnapshot) -> Iterator[Metric]:
-        """What whoever finds reuse there counts. Names are its own: they are labels here."""
+    def _reuse_metrics(self, now: EngineSnapshot) -> Iterator[Metric]:
+        """Counters and gauges of reuse beyond the prefix; a provider's own names are labels."""
         for name, help, label, figures in (
             (
                 "paraphrase_refused",
-                "Other words for the same that were proposed and not served, by reason.",
+                "Paraphrases that were proposed and not served, by reason.",
                 "reason",
                 now.paraphrase_refused,
             ),
@@ -136,7 +198,7 @@ class _EngineCollector(Collector):
             yield counter
         gauge = GaugeMetricFamily(
             PREFIX + "fuzzy_provider_figures",
-            "What the provider tells of itself, as of a prompt a second ago or the last one.",
+            "The provider's own gauges, as of the latest prompt, at most once a second.",
             labels=["model_name", "figure"],
         )
         for key, figure in sorted(now.provider_figures.items()):
@@ -144,8 +206,7 @@ class _EngineCollector(Collector):
         yield gauge
 
 
-def _gauges(now: EngineSnapshot) -> dict[str, tuple[str, float]]:
-    hits = sum(now.hit_tokens.values())
+def _gauges(now: EngineSnapshot, hit_rate: float) -> dict[str, tuple[str, float]]:
     return {
         "num_running_reqs": ("Answers that hold pages.", now.running),
         "num_queue_reqs": ("Answers waiting to start, or to be resumed.", now.waiting),
@@ -155,30 +216,31 @@ def _gauges(now: EngineSnapshot) -> dict[str, tuple[str, float]]:
             "Share of the pool in use.",
             now.used_tokens / now.total_tokens if now.total_tokens else 0.0,
         ),
-        "num_cached_tokens": ("Slots that the prefix cache keeps.", now.cached_tokens),
-        "num_evictable_tokens": ("Slots that it could give back now.", now.evictable_tokens),
+        "num_cached_tokens": ("Slots held by the prefix cache.", now.cached_tokens),
+        "num_evictable_tokens": ("Cached slots that could be evicted now.", now.evictable_tokens),
         "num_heal_queue_prompts": (
-            "Prompts, served approximately, that wait to be computed exactly.",
+            "Prompts served approximately that wait to be computed exactly.",
             now.heals_waiting,
         ),
         "cache_hit_rate": (
-            "Share of prompt tokens, since start, served and not computed.",
-            hits / now.prompt_tokens if now.prompt_tokens else 0.0,
+            "Share of prompt tokens, since start, served from the cache.",
+            hit_rate,
         ),
     }
 
 
 def _counters(now: EngineSnapshot) -> dict[str, tuple[str, float]]:
     return {
-        "prompt_tokens": ("Prompt tokens, once per admitted request.", now.prompt_tokens),
-        "prefill_tokens": ("Prompt tokens that were computed.", now.prefill_tokens),
-        "generation_tokens": ("Tokens generated.", now.generated_tokens),
-        "evicted_tokens": ("Slots that the cache gave up to make room.", now.evicted_tokens),
+        "prefill_tokens": (
+            "Prompt tokens computed, also if aborted.",
+            now.prefill_tokens,
+        ),
+        "evicted_tokens": ("Slots evicted from the cache to make room.", now.evicted_tokens),
         "num_retracted_requests": ("Answers preempted, to be resumed.", now.preemptions),
         "engine_steps": ("Forward passes for requests.", now.steps),
         "healed_prompts": ("Prompts computed exactly after approximate service.", now.healed),
-        "healed_tokens": ("Prompt tokens computed for that, in idle moments.", now.healed_tokens),
-        "preempted_heals": ("Prompts being healed when a request came.", now.heals_preempted),
+        "healed_tokens": ("Prompt tokens computed for healing, while idle.", now.healed_tokens),
+        "preempted_heals": ("Healing interrupted by a request.", now.heals_preempted),
         "dropped_heals": (
             "Prompts never healed: too many waited, no room, or a fault.",
             now.heals_dropped,

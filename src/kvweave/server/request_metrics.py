@@ -1,4 +1,4 @@
-"""What one prompt's answers cost and where their time went: for usage, metrics and the log."""
+"""Tokens and times of one prompt's answers, for `usage`, /metrics, the log and the explorer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
+from kvweave.errors import RequestError, reason
 from kvweave.prefix.plan import Span
 from kvweave.server.logs import LogFields
 from kvweave.server.metrics import Metrics
@@ -37,7 +38,8 @@ class RequestMetrics:
         self.rid = request.rid
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
         self.completion_tokens = 0
-        self.failed = False
+        self.failure: Exception | None = None
+        """The error that ended it, if one did."""
         self.endpoint = endpoint
         self.arrived = time.time()
         self.plan: tuple[Span, ...] = ()
@@ -49,6 +51,7 @@ class RequestMetrics:
         self._metrics = metrics
         self._logged = logged
         self._started = time.perf_counter()
+        self._served = False
         self._first: float | None = None
         self._last: dict[int, float] = {}
         self._finished: dict[int, str] = {}
@@ -67,10 +70,13 @@ class RequestMetrics:
             if self._first is None:
                 self._first = now
                 self._metrics.first_token.observe(now - self._started)
-            elif delta.index in self._last:
-                self._metrics.token_gap(now - self._last[delta.index], tokens)
+            last = self._last.get(delta.index)
+            self._metrics.generated(tokens, None if last is None else now - last)
             self._last[delta.index] = now
             self.completion_tokens += tokens
+        if not self._served and (tokens or delta.finish_reason in ("stop", "length")):
+            self._served = True
+            self._metrics.prompt_served(self.usage)
         if delta.finish_reason is not None:
             self._finished[delta.index] = delta.finish_reason
 
@@ -86,9 +92,10 @@ class RequestMetrics:
 
     @property
     def outcome(self) -> str:
-        """How it ended: a finish reason, error, or abort when nobody waited for the end."""
-        if self.failed:
-            return "error"
+        """How it ended: stop, length, abort (also if the client left), refused or error."""
+        if self.failure is not None:
+            refused = isinstance(self.failure, RequestError) and self.failure.status < 500
+            return "refused" if refused else "error"
         if len(self._finished) < self._answers or "abort" in self._finished.values():
             return "abort"
         return "length" if "length" in self._finished.values() else "stop"
@@ -98,9 +105,8 @@ class RequestMetrics:
         if self._ended is not None:
             return
         self._ended = time.perf_counter()
-        self._metrics.request_ended(
-            self.outcome, self.usage.prompt_tokens, self.completion_tokens, self.total_seconds
-        )
+        generated = self.completion_tokens if self._served else None
+        self._metrics.request_ended(self.outcome, generated, self.total_seconds)
         if self._observer is not None:
             self._observer.add(self)
         if self._logged:
@@ -118,6 +124,7 @@ class RequestMetrics:
                     completion_tokens=self.completion_tokens,
                     first_token_ms=_milliseconds(self.first_token_seconds),
                     total_ms=_milliseconds(self.total_seconds),
+                    **({} if self.failure is None else {"reason": reason(self.failure)}),
                 )
             )
 

@@ -50,9 +50,10 @@ def admin_router(
 
     def get(path: str, shape: Any, *refusals: int, **more: Any) -> Callable[..., Any]:
         shown = answers(shape, *refusals)
-        return router.get(path, response_model=None, responses=shown, **more)
+        more.setdefault("methods", ["GET"])
+        return router.api_route(path, response_model=None, responses=shown, **more)
 
-    @get("/health", schemas.Health)
+    @get("/health", schemas.Health, methods=["GET", "HEAD"])
     async def health() -> Response:
         return JSONResponse({"status": "ok"}) if engine.alive else _dead()
 
