@@ -5,6 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+BENCHES = (
+    "cold-groups",
+    "engine",
+    "moved",
+    "shapes",
+    "lookup",
+    "unrelated",
+    "salts",
+    "heal",
+    "paraphrase-gate",
+    "semantic",
+    "quality",
+)
+"""Names of all benches, in the order in which all of them are run."""
+
 
 def _flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})

@@ -9,34 +9,15 @@ from rich.console import Console
 
 from kvweave.errors import ConfigError, KvweaveError
 from kvweave_bench.base import Bench
-from kvweave_bench.options import BenchOptions
+from kvweave_bench.options import BENCHES, BenchOptions
 from kvweave_bench.report import Report, check_writable, describe_machine
 from kvweave_bench.setting import Setting
-
-_NAMES = (
-    "cold-groups",
-    "engine",
-    "moved",
-    "shapes",
-    "lookup",
-    "unrelated",
-    "salts",
-    "heal",
-    "paraphrase-gate",
-    "semantic",
-    "quality",
-)
-
-
-def bench_names() -> tuple[str, ...]:
-    """Every bench, in the order in which all of them are run."""
-    return _NAMES
 
 
 def get_bench(name: str) -> Bench:
     """A bench by name. Raises KvweaveError naming the known ones."""
-    if name not in _NAMES:
-        raise KvweaveError(f"benches are {', '.join(_NAMES)}, not {name!r}")
+    if name not in BENCHES:
+        raise KvweaveError(f"benches are {', '.join(BENCHES)}, not {name!r}")
     module = importlib.import_module(f"kvweave_bench.runs.{name.replace('-', '_')}")
     bench: Bench = module.BENCH
     return bench

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from kvweave.errors import ConfigError, KvweaveError
-from kvweave_bench.options import BenchOptions
-from kvweave_bench.registry import bench_names, get_bench, run_bench
+from kvweave_bench.options import BENCHES, BenchOptions
+from kvweave_bench.registry import get_bench, run_bench
 from kvweave_bench.report import Report, Row
 from kvweave_bench.runs.heal import p95_ratio
 from kvweave_bench.workloads.corpus import Corpus
@@ -147,7 +147,7 @@ def test_lookup_needs_no_model(run: Run) -> None:
 
 
 def test_every_name_is_a_bench_that_knows_its_name() -> None:
-    assert [get_bench(name).name for name in bench_names()] == list(bench_names())
+    assert [get_bench(name).name for name in BENCHES] == list(BENCHES)
 
 
 def test_an_unknown_bench_lists_the_known() -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvweave.cli.serve import _replicas
+from kvweave.cli.serve import _engines
 from kvweave.config import ClusterConfig, EngineConfig, validate
 from kvweave.errors import ConfigError
 
@@ -26,6 +26,6 @@ def test_without_ray_the_remedy_is_named(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     with (
         pytest.raises(ConfigError, match=r"--replicas needs ray, which pip install 'kvweave\[ray"),
-        _replicas(EngineConfig(), ClusterConfig(replicas=2)),
+        _engines(EngineConfig(), ClusterConfig(replicas=2)),
     ):
         pass

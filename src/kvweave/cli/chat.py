@@ -1,19 +1,21 @@
-"""kvweave chat: a conversation in the terminal, with what each turn found in the cache."""
+"""`kvweave chat`: a conversation in the terminal; each turn reports its cache hits and timing."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from kvweave.cli.flags import takes_settings
 from kvweave.cli.session import SamplingConfig, Session, open_session
 from kvweave.config import EngineConfig
-from kvweave.engine.types import GenerateRequest, Usage
 from kvweave.errors import KvweaveError, RequestError
-from kvweave.server.prompts import ChatPrompt
+
+if TYPE_CHECKING:
+    from kvweave.engine.types import Usage
 
 _HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 
@@ -34,7 +36,7 @@ def chat(sampling: SamplingConfig, engine: EngineConfig, given: frozenset[str]) 
 
 
 def _read(console: Console) -> str | None:
-    """One line of the user's; None when there will be no more."""
+    """One line of input; None at its end."""
     try:
         line = console.input("[bold]> [/bold]").strip()
     except (EOFError, KeyboardInterrupt):
@@ -45,7 +47,7 @@ def _read(console: Console) -> str | None:
 
 @dataclass
 class Conversation:
-    """What was said so far, in `messages`."""
+    """The conversation so far, in `messages`."""
 
     session: Session
     sampling: SamplingConfig
@@ -54,7 +56,7 @@ class Conversation:
     _turns: int = 0
 
     def turn(self, line: str) -> None:
-        """Say `line`, print the answer as it comes. A turn that fails is as if never said."""
+        """Send `line`, print the answer as it comes. A turn that fails leaves no message."""
         self.messages.append({"role": "user", "content": line})
         try:
             answer = asyncio.run(self._answer())
@@ -68,6 +70,10 @@ class Conversation:
             self.messages.append({"role": "assistant", "content": answer})
 
     async def _answer(self) -> str:
+        # Imported here: they load numpy and the server's parts.
+        from kvweave.engine.types import GenerateRequest, Usage
+        from kvweave.server.prompts import ChatPrompt
+
         self._turns += 1
         prompt, _ = await self.session.reader.conversation(ChatPrompt(messages=self.messages))
         request = GenerateRequest(

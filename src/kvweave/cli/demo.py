@@ -1,4 +1,4 @@
-"""kvweave demo: one document behind two wrappers, cold and warm, on two clocks."""
+"""`kvweave demo`: one document in two prompts, with cold and with warm cache, timed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rich.text import Text
 from kvweave.cli.flags import takes_settings
 from kvweave.cli.session import Session, open_session
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, ModelConfig
-from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 
 if TYPE_CHECKING:
+    from kvweave.engine.types import Completion
     from kvweave.explorer.history import SourceRun
 
 FIRST = "Read this and say in one sentence what it is about.\n\n{document}"
@@ -42,7 +42,7 @@ _HEAD, _TAIL = 36, 18
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """An answer, the prompt that it is for, and when its first token came."""
+    """An answer, its prompt, and the time to its first token in seconds."""
 
     prompt: tuple[int, ...]
     answer: Completion
@@ -55,7 +55,7 @@ def demo(model: ModelConfig) -> None:
     console = Console()
     cache = CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=16_384)
     document = files("kvweave.explorer").joinpath("static/sample.txt").read_text("utf-8")
-    # What a self-check would measure is what is shown here, answers included.
+    # Off: the demo shows by itself what the self-check measures.
     fuzzy = FuzzyConfig(self_check="off")
     with open_session(EngineConfig(model=model, cache=cache, fuzzy=fuzzy)) as session:
         asyncio.run(_show(session, console, document.strip()))
@@ -63,7 +63,7 @@ def demo(model: ModelConfig) -> None:
 
 async def _show(session: Session, console: Console, document: str) -> None:
     first, second = (wrapper.format(document=document) for wrapper in (FIRST, SECOND))
-    await _ask(session, "Hello.", "warm-up", 2)  # whatever happens only once has happened
+    await _ask(session, "Hello.", "warm-up", 2)  # what runs only once must not count
     console.print(f"\n[bold]{session.name}[/] is asked about a document that it has read before,")
     console.print("in a prompt that begins otherwise: no prefix cache would help.\n")
     with console.status("cold: nobody has read the document yet"):
@@ -87,8 +87,9 @@ async def _show(session: Session, console: Console, document: str) -> None:
 
 
 async def _ask(session: Session, text: str, namespace: str, most: int) -> _Timed:
-    """Answer greedily in a cache of its own."""
-    from kvweave.server.prompts import ChatPrompt  # here: it loads the server's parts
+    """Answer greedily; `namespace` separates the caches."""
+    from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
+    from kvweave.server.prompts import ChatPrompt
 
     if session.reader.tokenizer.chat_template is None:
         prompt = await session.reader.read(text)
@@ -132,7 +133,7 @@ def _clocks(cold: _Timed, warm: _Timed) -> Table:
 
 
 def _map(session: Session, console: Console, timed: _Timed) -> None:
-    """The prompt, coloured by where its KV came from."""
+    """Print the prompt, coloured by the source of its KV."""
     from kvweave.explorer.history import counts, source_runs
     from kvweave.explorer.queries import pieces
     from kvweave.server.responses import TokenTexts

@@ -1,4 +1,4 @@
-"""kvweave generate."""
+"""`kvweave generate`: prompts continued on the command line."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import asyncio
 import dataclasses
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvweave.cli.flags import takes_settings
 from kvweave.cli.session import SamplingConfig, Session, open_session
 from kvweave.config import EngineConfig
-from kvweave.engine.types import Completion, GenerateRequest
 from kvweave.errors import ConfigError, KvweaveError
+
+if TYPE_CHECKING:
+    from kvweave.engine.types import Completion
 
 _Prompts = Annotated[
     list[str] | None, typer.Argument(help="Texts to continue; without any, standard input is one.")
@@ -44,7 +46,7 @@ def _standard_input() -> str:
 
 
 async def _all(session: Session, texts: list[str], sampling: SamplingConfig, as_json: bool) -> None:
-    """Answer all prompts together; print in order, a single one while it is being written."""
+    """Answer all prompts together and print in order; stream a single one."""
     alone = len(texts) == 1 and not as_json
     tasks = [
         asyncio.create_task(_one(session, place, text, sampling, show=alone))
@@ -61,6 +63,8 @@ async def _all(session: Session, texts: list[str], sampling: SamplingConfig, as_
 async def _one(
     session: Session, place: int, text: str, sampling: SamplingConfig, *, show: bool
 ) -> Completion:
+    from kvweave.engine.types import Completion, GenerateRequest  # imported here: it loads numpy
+
     answer = Completion()
     request = GenerateRequest(
         rid=f"prompt-{place}",

@@ -1,23 +1,24 @@
-"""The command `kvweave`: subcommands, and one sentence for everything that goes wrong."""
+"""The command `kvweave`: its subcommands, `bench` among them, and errors as one sentence."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from kvweave.cli.bench import bench
 from kvweave.cli.chat import chat
-from kvweave.cli.check_model import check_model
 from kvweave.cli.demo import demo
-from kvweave.cli.flags import PASS_UNKNOWN
+from kvweave.cli.flags import PASS_UNKNOWN, takes_settings
 from kvweave.cli.generate import generate
-from kvweave.cli.info import info
+from kvweave.cli.model import check_model, info
 from kvweave.cli.serve import serve
-from kvweave.errors import KvweaveError
+from kvweave.errors import ConfigError, KvweaveError
 from kvweave.version import __version__
+from kvweave_bench.options import BENCHES, BenchOptions
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -40,6 +41,26 @@ def _kvweave(
     """Serves language models and never computes the same text twice."""
 
 
+_Name = Annotated[str | None, typer.Argument(help="Which benchmark; --list shows them.")]
+_List = Annotated[bool, typer.Option("--list", help="Print the names and leave.")]
+_Json = Annotated[Path | None, typer.Option("--json", help="File for the figures.", dir_okay=False)]
+
+
+@takes_settings(options=BenchOptions)
+def bench(
+    options: BenchOptions, name: _Name = None, listed: _List = False, json: _Json = None
+) -> None:
+    """Measure, and print a table."""
+    if listed:
+        typer.echo("\n".join(BENCHES))
+        return
+    if name is None:
+        raise ConfigError([f"name a benchmark: {', '.join(BENCHES)}"])
+    from kvweave_bench.registry import run_bench  # imported here: it loads torch
+
+    run_bench(name, options, json_path=json)
+
+
 def build_cli() -> typer.Typer:
     """The typer application with all subcommands."""
     cli = typer.Typer(add_completion=False, rich_markup_mode=None, epilog=_EPILOG)
@@ -57,13 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; never returns normally."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     debug = "--debug" in given or os.environ.get("KVWEAVE_DEBUG", "") not in ("", "0")
-    # Wherever it stands: a command that failed is run again with it at the end.
+    # --debug works in every place: users append it to the command that failed.
     given = [argument for argument in given if argument != "--debug"]
     try:
         code = build_cli()(args=given, prog_name="kvweave", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # `kvweave ... | head` has seen enough
+    except BrokenPipeError:  # the reader of stdout has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
@@ -75,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What went wrong, on one line."""
+    """The error on one line."""
     if isinstance(error, KvweaveError):
         text = str(error)
     elif hasattr(error, "format_message"):  # typer's own usage errors

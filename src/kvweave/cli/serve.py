@@ -1,4 +1,4 @@
-"""kvweave serve."""
+"""`kvweave serve`: the HTTP server over one engine or over replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvweave.cli.flags import takes_settings
-from kvweave.cli.session import loading_bar
+from kvweave.cli.session import load_engine
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.errors import ConfigError
 
@@ -37,8 +37,7 @@ def serve(
     engine.warn_without_effect(given)
     server = with_files(server)
     listening = bind(server)  # before the model is loaded, which takes a while
-    run_engines = _one_engine(engine) if cluster.replicas == 1 else _replicas(engine, cluster)
-    with _leaving_on_sigterm(), run_engines as (answering, facts):
+    with _leaving_on_sigterm(), _engines(engine, cluster) as (answering, facts):
         from kvweave.explorer.app import build_app
         from kvweave.server.run import serve as run
 
@@ -62,20 +61,20 @@ def serve(
 
 
 def _say(line: str) -> None:
-    """To whoever reads stdout; a server does not end because nobody can."""
+    """Print to stdout; a closed stdout does not end the server."""
     try:
         typer.echo(line)
     except OSError as failure:
         log.warning("stdout cannot be written (%s): %s", failure.strerror, line)
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would try again at its end
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # Python flushes stdout at exit
 
 
 @contextmanager
 def _leaving_on_sigterm() -> Iterator[None]:
-    """Who is told to stop unwinds and succeeds, also while loading, and after the drain.
+    """SIGTERM unwinds the process and exits with 0, also while the model loads.
 
-    By default the process would die where it is, and replicas in a cluster would stay; in a
-    container, where it is the first process, it would not even die.
+    By default SIGTERM kills the process on the spot and leaves its replicas in the cluster. The
+    first process of a container ignores it.
     """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -85,25 +84,13 @@ def _leaving_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _one_engine(config: EngineConfig) -> Iterator[tuple[ServingEngine, EngineInfo]]:
-    # Here: they load torch and the models' code, which takes seconds.
-    from kvweave.engine.async_engine import AsyncEngine
-    from kvweave.engine.engine import Engine
-    from kvweave.engine.selfcheck.gate import guarded
-    from kvweave.models import load_model
-    from kvweave.server.model_card import engine_info
-
-    with loading_bar() as progress:
-        loaded = load_model(config.model, progress)
-        config, check = guarded(config, loaded, progress)
-        engine = AsyncEngine(Engine(config, loaded))
-    yield engine, engine_info(loaded, config, check)
-
-
-@contextmanager
-def _replicas(
+def _engines(
     config: EngineConfig, cluster: ClusterConfig
 ) -> Iterator[tuple[ServingEngine, EngineInfo]]:
+    """One engine of this process, or replicas."""
+    if cluster.replicas == 1:
+        yield load_engine(config)
+        return
     try:
         from kvweave.cluster.app import running_engines
     except ModuleNotFoundError as missing:

@@ -1,4 +1,4 @@
-"""An engine in this process, for commands that answer without a server."""
+"""An engine in this process: loading with a progress bar, checks before it, sampling flags."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from rich.progress import Progress as Bars
 
 from kvweave.config import EngineConfig
 from kvweave.config.base import flag, flag_name, values_of
-from kvweave.engine.types import SamplingParams
 from kvweave.errors import RequestError
 
 if TYPE_CHECKING:
     from kvweave.engine.async_engine import AsyncEngine
+    from kvweave.engine.types import SamplingParams
     from kvweave.models.cache import Progress
+    from kvweave.server.model_card import EngineInfo
     from kvweave.server.prompts import PromptReader
 
 
 @contextmanager
 def loading_bar() -> Iterator[Progress]:
-    """Gives what `models.load_model` reports to: (what, done, total). Bars vanish at the end."""
+    """Give the `progress` argument of `models.load_model`; the bars vanish at the end."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -61,13 +62,15 @@ class SamplingConfig:
         return []
 
     def params(self, **more: Any) -> SamplingParams:
-        """What the engine is told."""
+        """The engine's form of these settings."""
+        from kvweave.engine.types import SamplingParams  # imported here: it loads numpy
+
         return SamplingParams(**values_of(self), **more)
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A running engine, and what turns text into its prompts."""
+    """A running engine, and the reader that turns text into prompts for it."""
 
     engine: AsyncEngine
     reader: PromptReader
@@ -75,24 +78,30 @@ class Session:
     """The model's."""
 
 
-@contextmanager
-def open_session(config: EngineConfig) -> Iterator[Session]:
-    """Load the model, run the engine within the block."""
-    # Here: they load torch and the models' code, which takes seconds.
+def load_engine(config: EngineConfig) -> tuple[AsyncEngine, EngineInfo]:
+    """Load and check the model, build the engine. It does not run yet."""
+    # Imported here: torch and the models' code take seconds to load.
     from kvweave.engine.async_engine import AsyncEngine
     from kvweave.engine.engine import Engine
     from kvweave.engine.selfcheck.gate import guarded
     from kvweave.models import load_model
-    from kvweave.server.model_card import card_of
-    from kvweave.server.prompts import PromptReader
+    from kvweave.server.model_card import engine_info
 
     with loading_bar() as progress:
         loaded = load_model(config.model, progress)
-        config, _ = guarded(config, loaded, progress)
+        config, check = guarded(config, loaded, progress)
         engine = AsyncEngine(Engine(config, loaded))
+    return engine, engine_info(loaded, config, check)
+
+
+@contextmanager
+def open_session(config: EngineConfig) -> Iterator[Session]:
+    """Load the model; the engine runs within the block."""
+    engine, facts = load_engine(config)
+    from kvweave.server.prompts import PromptReader  # imported here: it loads FastAPI
+
     asyncio.run(engine.start())
     try:
-        card = card_of(loaded, config.model.tokenizer)
-        yield Session(engine, PromptReader(loaded.tokenizer, card), card.name)
+        yield Session(engine, PromptReader(facts.tokenizer, facts.card), facts.card.name)
     finally:
         asyncio.run(engine.stop())
