@@ -10,7 +10,7 @@ from test_engine_fuzz import random_request
 from test_engine_fuzzy import DOCUMENT, fuzzy_world, wrapped
 
 from kvweave.cluster.overlap import Keying, Overlap, PromptKeys, ReplicaView
-from kvweave.fuzzy.anchors import block_hashes
+from kvweave.fuzzy.matcher import block_hashes
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvweave.prefix.hash_index import namespace_seed
 from kvweave.prefix.lease import Namespace, RequestView

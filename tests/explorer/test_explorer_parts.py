@@ -157,6 +157,13 @@ def test_only_what_was_computed_is_asked_about():
     assert (found.start, found.length) == (60, 40)
 
 
+def test_all_parts_of_a_run_that_were_computed_are_found():
+    text = random_tokens(1, 100)
+    prompt = record(2, text, exact=16, spans=(Span(40, 30, "1", 40),))
+    found = shared_runs(prompt, [record(1, text)], 5)
+    assert [(run.start, run.length) for run in found] == [(70, 30), (16, 24)]
+
+
 def test_what_could_have_been_lent_counts_more_than_what_never_could():
     text = random_tokens(1, 60)
     salted, plain = record(1, text, salt="s"), record(0, [9, *text[:50]])

@@ -91,7 +91,7 @@ def test_repeated_text_costs_other_text_no_steps() -> None:
     assert table.slots(int(anchors[1]), 3) == [159_999]
 
 
-def test_check_finds_a_door_that_cannot_be_reached() -> None:
+def test_check_finds_an_anchor_that_cannot_be_reached() -> None:
     table = AnchorTable(num_slots=64, page_size=16, stride=4)
     table.open(np.array([1, 2], np.uint64), np.array([3, 19], np.int32))
     table._first_on_page[1] = -1

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvweave.fuzzy.anchors import window_hashes
+from kvweave.fuzzy.matcher import anchors_of, window_hashes
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvweave.prefix.hash_index import namespace_seed, page_hashes
@@ -143,12 +143,11 @@ class ReplicaView:
         """By block: hashes of the windows at multiples of the stride that end in it."""
         stride, size = self._keying.stride, event.block_size
         before = self._up_to(event.parent_block_hash, stride - 1)
-        hashes = window_hashes(np.concatenate([before, tokens]), stride, _anchor_seed(event.salt))
-        first = (len(before) - begin) % stride
-        ends = range(first + stride - 1 - len(before), len(tokens), stride)
+        text, start = np.concatenate([before, tokens]), begin - len(before)
+        hashes, ends = anchors_of(text, start, begin, stride, _anchor_seed(event.salt))
         found: list[list[int]] = [[] for _ in event.block_hashes]
-        for end, anchor in zip(ends, hashes[first::stride].tolist(), strict=True):
-            found[end // size].append(anchor)
+        for end, anchor in zip(ends.tolist(), hashes.tolist(), strict=True):
+            found[(end - begin) // size].append(anchor)
         return found
 
     def _up_to(self, name: int | None, count: int) -> IntArray:

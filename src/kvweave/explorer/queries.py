@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvweave.explorer.history import Record, SourceRun
-from kvweave.fuzzy.anchors import block_hashes, window_hashes
+from kvweave.fuzzy.matcher import EqualRun, TextIndex, window_hashes
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.contract import Declined, Refusal
 from kvweave.prefix.lease import RequestView
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 BLOCK = 8
 SURE_TO_BE_FOUND = 2 * BLOCK - 1
-_DIAGONALS = 48
-"""How many are compared whole, those with the most blocks in common first."""
+_SECONDS = 2.0
+"""After so long, a search stops with the runs found so far."""
 
 
 class SharedRun(NamedTuple):
@@ -60,52 +61,30 @@ def shared_runs(record: Record, earlier: Sequence[Record], most: int) -> list[Sh
         return run.length * (1 + (run.donor.salt == record.salt) + run.exact_there)
 
     computed = computed_mask(record)
-    found = [
-        run
-        for donor, shift in _diagonals(record.prompt, earlier)
-        if (run := _longest(record.prompt, computed, donor, shift)) is not None
-    ]
+    windows = window_hashes(record.prompt, BLOCK, seed=0)
+    deadline = time.monotonic() + _SECONDS
+    found: list[SharedRun] = []
+    for donor in earlier:
+        index = TextIndex(donor.tokens, BLOCK, seed=0)
+        for run in index.runs(record.prompt, windows, deadline - time.monotonic()):
+            found += _computed_parts(computed, donor, run)
     found.sort(key=worth, reverse=True)
     kept: list[SharedRun] = []
-    for run in found:
-        if len(kept) < most and not any(_overlap(run, other) for other in kept):
-            kept.append(run)
+    for one in found:
+        if len(kept) < most and not any(_overlap(one, other) for other in kept):
+            kept.append(one)
     return kept
 
 
-def _diagonals(prompt: IntArray, earlier: Sequence[Record]) -> list[tuple[Record, int]]:
-    """Donors and shifts (position here minus position there) with the most blocks in common."""
-    windows = window_hashes(prompt, BLOCK, seed=0)
-    if not len(windows):
-        return []
-    order = np.argsort(windows, kind="stable")
-    windows = windows[order]
-    counted: list[tuple[int, Record, int]] = []
-    for donor in earlier:
-        blocks = block_hashes(donor.tokens, BLOCK, seed=0)
-        at = np.minimum(np.searchsorted(windows, blocks), len(windows) - 1)
-        hits = np.flatnonzero(windows[at] == blocks)
-        shifts, counts = np.unique(order[at[hits]] - hits * BLOCK, return_counts=True)
-        best = np.argsort(-counts, kind="stable")[:_DIAGONALS]
-        counted += [(int(counts[i]), donor, int(shifts[i])) for i in best]
-    counted.sort(key=lambda entry: -entry[0])
-    return [(donor, shift) for _, donor, shift in counted[:_DIAGONALS]]
-
-
-def _longest(
-    prompt: IntArray, computed: npt.NDArray[np.bool_], donor: Record, shift: int
-) -> SharedRun | None:
-    """The longest run of equal, computed tokens at this shift."""
-    begin, end = max(0, shift), min(len(prompt), len(donor.tokens) + shift)
-    there = donor.tokens[begin - shift : end - shift]
-    equal = (prompt[begin:end] == there) & computed[begin:end]
-    edges = np.flatnonzero(np.diff(equal.astype(np.int8), prepend=0, append=0))
-    starts, lengths = edges[::2], edges[1::2] - edges[::2]
-    if not len(starts) or lengths.max() < SURE_TO_BE_FOUND:
-        return None
-    best = int(lengths.argmax())
-    start = begin + int(starts[best])
-    return SharedRun(donor, start, int(lengths[best]), start - shift)
+def _computed_parts(
+    computed: npt.NDArray[np.bool_], donor: Record, run: EqualRun
+) -> Iterator[SharedRun]:
+    """The parts of `run` that were computed and are long enough to be sure of."""
+    mask = computed[run.start : run.start + run.length]
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
+    for first, last in zip(edges[::2], edges[1::2], strict=True):
+        if last - first >= SURE_TO_BE_FOUND:
+            yield SharedRun(donor, run.start + first, last - first, run.donor_start + first)
 
 
 def _overlap(one: SharedRun, other: SharedRun) -> bool:

@@ -1,84 +1,21 @@
-"""Hashes of token windows: at every offset of a prompt, or one a stride.
-
-Polynomial hashes modulo 2^64 over mixed tokens (Karp and Rabin, 1987), built by doubling: a window
-of 2n tokens is two windows of n. All arithmetic is whole-array and wraps on purpose. A hash only
-nominates; whoever uses one compares tokens.
-"""
+"""A hash table of anchors: from the hash of a window of tokens to its slots."""
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvweave.errors import IntegrityError
+from kvweave.fuzzy.matcher import HashArray, Offsets
 from kvweave.kv.pool import IntArray
-
-HashArray: TypeAlias = npt.NDArray[np.uint64]
-
-_HALF = np.uint64(32)
-_BASE = 0x9E3779B97F4A7C15  # odd, so that no power of it loses bits
-_SPREAD = np.uint64(0xBF58476D1CE4E5B9)
-_FINAL = np.uint64(0x94D049BB133111EB)
-
-
-def window_hashes(tokens: IntArray, width: int, seed: int) -> HashArray:
-    """The hash of `tokens[i : i + width]` for every i: uint64 (max(0, len(tokens) - width + 1))."""
-    if len(tokens) < width:
-        return np.zeros(0, np.uint64)
-    single = _mixed(tokens)
-    hashes, length = single, 1
-    for bit in bin(width)[3:]:  # the width's binary digits, after the leading one
-        joined = hashes[:-length] * _power(length)
-        joined += hashes[length:]
-        hashes, length = joined, 2 * length
-        if bit == "1":
-            joined = hashes[:-1] * _power(1)
-            joined += single[length:]
-            hashes, length = joined, length + 1
-    return _finished(hashes, seed)
-
-
-def block_hashes(tokens: IntArray, width: int, seed: int) -> HashArray:
-    """`window_hashes(tokens, width, seed)[::width]`, for a fraction of the work."""
-    blocks = len(tokens) // width
-    powers = np.array([_power(width - 1 - i) for i in range(width)])
-    mixed = _mixed(tokens[: blocks * width]).reshape(blocks, width)
-    return _finished((mixed * powers).sum(axis=1, dtype=np.uint64), seed)
-
-
-def _power(exponent: int) -> np.uint64:
-    return np.uint64(pow(_BASE, exponent, 2**64))
-
-
-def _mixed(tokens: IntArray) -> HashArray:
-    """Neighbouring token ids become unrelated 64-bit numbers."""
-    hashes = tokens.astype(np.uint64)
-    hashes *= np.uint64(_BASE)
-    hashes ^= hashes >> _HALF
-    hashes *= _SPREAD
-    return hashes
-
-
-def _finished(hashes: HashArray, seed: int) -> HashArray:
-    """Fold the high half, which knows the order of tokens, into the low one, and spread both."""
-    hashes = hashes ^ np.uint64(seed)
-    hashes ^= hashes >> _HALF
-    hashes *= _FINAL
-    hashes ^= hashes >> _HALF
-    return hashes
-
-
-Offsets = npt.NDArray[np.intp]
 
 _NONE = -1
 
 
 class AnchorTable:
-    """A hash table with chained buckets, in numpy arrays; a anchor is an index into them.
+    """A hash table with chained buckets, in numpy arrays; an anchor is an index into them.
 
-    `num_slots` sizes the buckets once and for all: there is never a rehash, and so never a pause.
+    `num_slots` sizes the buckets once: the table is never rehashed, so no request waits for that.
     """
 
     def __init__(self, num_slots: int, page_size: int, stride: int) -> None:
@@ -110,7 +47,7 @@ class AnchorTable:
     # Asking.
 
     def probe(self, hashes: HashArray) -> tuple[Offsets, IntArray]:
-        """Which of `hashes` have anchors: indices, ascending, and the newest anchor of each."""
+        """Indices of the `hashes` that have anchors, ascending, and the newest anchor of each."""
         anchors = self._heads[(hashes >> np.uint64(64 - self._bits)).view(np.int64)]
         at = np.flatnonzero(anchors >= 0)
         anchors, found = anchors[at], np.full(len(hashes), _NONE, np.int32)
@@ -134,7 +71,7 @@ class AnchorTable:
     # Changing.
 
     def open(self, hashes: HashArray, slots: IntArray) -> None:
-        """Add a anchor per hash, to the slot of its window's last token."""
+        """Add an anchor per hash, to the slot of its window's last token."""
         while self._count + len(hashes) > len(self._hash):
             self._make_room(2 * len(self._hash))
         for hash_, slot in zip(hashes.tolist(), slots.tolist(), strict=True):

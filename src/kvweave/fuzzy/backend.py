@@ -15,7 +15,7 @@ from kvweave.config import FuzzyConfig
 from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.fuzzy.donors import DonorTree, slots_of
 from kvweave.fuzzy.guard import Guard, LentDonors
-from kvweave.fuzzy.pending import Inflight
+from kvweave.fuzzy.pending import PendingDonors
 from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate, create_provider
 from kvweave.fuzzy.recompute import choose
@@ -67,7 +67,7 @@ class FuzzyCache(RadixCache):
         self._donors = DonorTree(self.tree, pool.num_pages)
         self._donors.decode = options.decode
         self._donors.listener = self._guard = self._provider()
-        self._inflight = Inflight(pool.page_size, self._config)
+        self._pending_donors = PendingDonors(pool.page_size, self._config)
         create_gate = load(PARAPHRASE_GATE)
         self.paraphrases: Gate = create_gate(self._donors, self._config, options.decode)
 
@@ -80,7 +80,7 @@ class FuzzyCache(RadixCache):
                 self._realize(lease, pieces, self._share(view))
             if view.fuzzy and self.options.wait_for_pending:
                 # What it computes although it might have been served stands nowhere else.
-                self._inflight.add(lease, view.tokens)
+                self._pending_donors.add(lease, view.tokens)
         except BaseException:
             self.release(lease)  # nobody else knows of it yet
             raise
@@ -88,7 +88,7 @@ class FuzzyCache(RadixCache):
 
     def release(self, lease: Lease) -> None:
         self._donors.leases.discard(lease)
-        self._inflight.discard(lease)
+        self._pending_donors.discard(lease)
         super().release(lease)
 
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
@@ -109,7 +109,9 @@ class FuzzyCache(RadixCache):
         exact = super().pending_prefix(view, matched)
         if exact or not self.options.wait_for_pending or not self._allows(view):
             return exact
-        awaited = 0 if self._is_healed(view, matched) else self._inflight.awaited(view, matched)
+        awaited = (
+            0 if self._is_healed(view, matched) else self._pending_donors.awaited(view, matched)
+        )
         return matched + awaited if awaited else 0
 
     def stats(self) -> CacheStats:

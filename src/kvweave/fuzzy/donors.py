@@ -12,6 +12,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from kvweave.errors import IntegrityError
+from kvweave.fuzzy.matcher import common_suffix
 from kvweave.fuzzy.provider import Candidate, PublishedRun
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Lease, RequestView
@@ -230,12 +231,6 @@ def slots_of(pages: IntArray, page_size: int, begin: int, end: int) -> IntArray:
     """The slots of positions `begin` to `end`, where `pages` holds positions from 0 on: int32."""
     positions = np.arange(begin, end, dtype=np.int32)
     return pages[positions // page_size] * np.int32(page_size) + positions % np.int32(page_size)
-
-
-def common_suffix(a: IntArray, b: IntArray) -> int:
-    """How many trailing tokens are equal."""
-    length = min(len(a), len(b))
-    return common_prefix(a[::-1][:length], b[::-1][:length])
 
 
 def _covering(node: Node, first: int) -> list[Node]:

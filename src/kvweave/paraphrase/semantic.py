@@ -16,7 +16,7 @@ import numpy as np
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import ConfigError
-from kvweave.fuzzy.donors import common_suffix
+from kvweave.fuzzy.matcher import common_suffix
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.pool import IntArray

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import ConfigError
-from kvweave.fuzzy.donors import common_suffix
+from kvweave.fuzzy.matcher import common_suffix
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.kv.pool import IntArray
 from kvweave.paraphrase.gate import Cutter, question_of

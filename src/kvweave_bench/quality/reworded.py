@@ -8,8 +8,8 @@ import numpy as np
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import KvweaveError
-from kvweave.fuzzy.donors import common_suffix
 from kvweave.fuzzy.facts import differing
+from kvweave.fuzzy.matcher import common_suffix
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.tree import common_prefix
 from kvweave_bench.quality.writer import Asked, Case, Writer, question_about

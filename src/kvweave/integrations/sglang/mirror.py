@@ -16,9 +16,9 @@ from dataclasses import replace
 import numpy as np
 
 from kvweave.config import FuzzyConfig
-from kvweave.fuzzy.anchors import window_hashes
 from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.guard import Guard, LentDonors
+from kvweave.fuzzy.matcher import window_hashes
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
 from kvweave.fuzzy.span_index import SpanIndex

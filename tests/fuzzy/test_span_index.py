@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvweave.config import FuzzyConfig
-from kvweave.fuzzy import span_index as indexes
 from kvweave.fuzzy.donors import DonorTree
+from kvweave.fuzzy.matcher import PLACES_TRIED
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
-from kvweave.fuzzy.span_index import DOORS_TRIED, SpanIndex
+from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.tree import RadixTree
 from kvweave_bench.workloads.oracle import shared_positions
@@ -162,7 +162,7 @@ def test_evicted_text_is_not_found_and_its_parents_still_are() -> None:
 
 
 def test_the_older_copy_is_found_when_the_newer_ones_are_gone() -> None:
-    """However many copies there were: none costs another its door."""
+    """However many copies there were: none costs another its anchor."""
     store = Store(page_size=4, stride=4)
     common = text(1, 40)
     store.add(common + text(50, 4))
@@ -187,7 +187,7 @@ def test_a_constant_text_is_found_whole_in_a_few_looks() -> None:
     store = Store(page_size=16, stride=16, num_pages=2048)
     store.add([5] * 8192)
     assert store.spans([1, *[5] * 8000, 2]) == [(1, 8001)]
-    assert store.looks <= DOORS_TRIED
+    assert store.looks <= PLACES_TRIED
 
 
 def test_a_periodic_text_is_found_in_a_few_looks_from_many_donors() -> None:
@@ -197,7 +197,7 @@ def test_a_periodic_text_is_found_in_a_few_looks_from_many_donors() -> None:
         store.add(text(10 + seed, 16) + beat * 60)
     [(start, end)] = store.spans([1, *beat * 40, 2])
     assert (start, end) == (1, 961)
-    assert store.looks <= DOORS_TRIED
+    assert store.looks <= PLACES_TRIED
 
 
 def test_looking_stops_in_time_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,14 +233,14 @@ def test_hashes_that_lie_find_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     def windows(tokens: np.ndarray, width: int, seed: int) -> np.ndarray:
         return np.full(len(tokens) - width + 1, 77, np.uint64)
 
-    monkeypatch.setattr(indexes, "block_hashes", blocks)
-    monkeypatch.setattr(indexes, "window_hashes", windows)
+    monkeypatch.setattr("kvweave.fuzzy.matcher.block_hashes", blocks)
+    monkeypatch.setattr("kvweave.fuzzy.span_index.window_hashes", windows)
     store = Store()
     store.add(text(1, 80))
     store.add(text(2, 80), Namespace("other"))
     assert store.spans([9, *text(3, 80), 9]) == []
     assert store.spans([9, *text(2, 80), 9]) == []
-    assert store.looks == 2 * 79 * DOORS_TRIED
+    assert store.looks == 2 * 79 * PLACES_TRIED
     store.evict(999)
     assert len(store.index.anchors) == 0
 
