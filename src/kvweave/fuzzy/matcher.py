@@ -171,19 +171,23 @@ class TextIndex:
         # By hash, and of equal ones the last place first.
         order = np.argsort(hashes[::-1], kind="stable")
         self._hashes, self._ends = hashes[::-1][order], ends[::-1][order]
+        # A table of the hashes' first bits rules out most windows for less than a binary search.
+        bits = (8 * len(hashes)).bit_length() or 1
+        self._shift = np.uint64(64 - bits)
+        self._seen = np.zeros(1 << bits, np.bool_)
+        self._seen[hashes >> self._shift] = True
 
     def runs(self, prompt: IntArray, windows: HashArray, seconds: float) -> list[EqualRun]:
         """As `runs_through`; `windows` are the hashes of all the prompt's windows."""
-        if not len(self._hashes):
-            return []
-        first = np.searchsorted(self._hashes, windows)
-        offsets = np.flatnonzero(self._hashes[np.minimum(first, len(self._hashes) - 1)] == windows)
+        offsets = np.flatnonzero(self._seen[windows >> self._shift])
+        first = np.searchsorted(self._hashes, windows[offsets], side="left")
+        behind = np.searchsorted(self._hashes, windows[offsets], side="right")
+        found = first < behind
+        offsets, first, behind = offsets[found], first[found], behind[found]
 
         def longest_at(hit: int) -> EqualRun | None:
-            offset = int(offsets[hit])
-            place = int(first[offset])
-            behind = int(np.searchsorted(self._hashes, windows[offset], side="right"))
-            ends = self._ends[place : min(behind, place + PLACES_TRIED)].tolist()
+            offset, place = int(offsets[hit]), int(first[hit])
+            ends = self._ends[place : min(int(behind[hit]), place + PLACES_TRIED)].tolist()
             last = offset + self._stride - 1
             runs = [run_around(prompt, last, self._tokens, end) for end in ends]
             best = max(runs, key=lambda run: run.length)
