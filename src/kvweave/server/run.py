@@ -1,4 +1,4 @@
-"""From a built application to a listening process, and back: bind, serve, drain."""
+"""Runs a built application: binds the address, serves, and drains when told to stop."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from kvweave.errors import ConfigError, EngineDeadError
 from kvweave.server.connections import Connection, ConnectionLimiter
 from kvweave.server.service import Service
 
-_LAST_WORDS_SECONDS = 5.0
+_FLUSH_SECONDS = 5.0
 """For aborted answers to reach their clients, after the drain's deadline."""
 _KERNEL_BUFFER = 2**17
-"""Bytes of an answer that wait outside of the process; Linux makes it twice as many."""
-_LOOK_AGAIN = 0.05
-"""Seconds between two looks at whether a second signal came."""
+"""Bytes of an answer that the kernel keeps for its reader; Linux doubles the figure."""
+_POLL_SECONDS = 0.05
+"""Between two checks whether a second signal came."""
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Take the address before anything slow happens; ConfigError says why it cannot be had."""
+    """A socket bound to the configured address; ConfigError if that is not possible.
+
+    Done before anything slow, such as loading a model.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     taken = socket.socket(family, socket.SOCK_STREAM)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it: without a bound, the kernel keeps megabytes for one who does not read.
+    # Connections inherit it; by default the kernel buffers megabytes for a reader that stalls.
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER)
     try:
         taken.bind((config.host, config.port))
@@ -43,7 +46,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """Where clients of this machine reach it."""
+    """The URL under which clients on this machine reach the socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -58,20 +61,20 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish what runs, within the drain's deadline.
 
-    A second signal ends the drain at once, a third does not wait for anyone. With
-    `leave_with_engine` an engine that has stopped for good ends it as well, by EngineDeadError:
-    whoever watches the process then starts another.
+    A second signal ends the drain at once, a third the process. With `leave_with_engine` it also
+    ends, by EngineDeadError, when the engine has stopped for good, so that a supervisor can start
+    another process.
     """
     server = DrainingServer(app, config, on_ready, leave_with_engine)
     server.run(sockets=[listening])
-    if server.bereft:
+    if server.engine_died:
         raise EngineDeadError("the engine has stopped for good, and so has the server")
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, which on its way out gives running answers time, then ends them properly.
+    """A uvicorn server that, on shutdown, lets running answers finish and then aborts the rest.
 
-    Without this, answers that outlast the deadline would break off in the middle of a line.
+    Aborted answers still end properly; uvicorn alone would cut them off in the middle of a line.
     """
 
     def __init__(
@@ -81,8 +84,8 @@ class DrainingServer(uvicorn.Server):
         on_ready: Callable[[str], None],
         leave_with_engine: bool = False,
     ) -> None:
-        lobby = ConnectionLimiter(app, config.max_connections)
-        connection = partial(Connection, lobby=lobby, client_seconds=config.client_seconds)
+        limiter = ConnectionLimiter(app, config.max_connections)
+        connection = partial(Connection, limiter=limiter, client_seconds=config.client_seconds)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -90,7 +93,7 @@ class DrainingServer(uvicorn.Server):
                 timeout_keep_alive=config.keep_alive_seconds,  # type: ignore[arg-type]
                 log_config=None,
                 access_log=config.log_level == "debug",
-                timeout_graceful_shutdown=round(config.drain_seconds + _LAST_WORDS_SECONDS),
+                timeout_graceful_shutdown=round(config.drain_seconds + _FLUSH_SECONDS),
                 ws="none",
                 server_header=False,
             )
@@ -100,14 +103,14 @@ class DrainingServer(uvicorn.Server):
         self._on_ready = on_ready
         self._leave_with_engine = leave_with_engine
         self._hurry = False
-        self.bereft = False
-        """The engine stopped, and that is why the server does."""
+        self.engine_died = False
+        """Whether the server stops because the engine has."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
             super().handle_exit(sig, frame)
         elif not self._hurry:
-            self._hurry = True  # seen by the drain, between two events of the loop
+            self._hurry = True  # polled by the drain
         else:
             self.force_exit = True
 
@@ -117,9 +120,9 @@ class DrainingServer(uvicorn.Server):
             self._on_ready(url_of(sockets[0]))
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second: whether to leave."""
+        """Whether to stop; uvicorn calls this ten times a second."""
         if self._leave_with_engine and not self._service.engine.alive and not self.should_exit:
-            self.bereft = True
+            self.engine_died = True
             return True
         return await super().on_tick(counter)
 
@@ -133,9 +136,9 @@ class DrainingServer(uvicorn.Server):
                 await deadline
 
     async def _end_drain(self) -> None:
-        """Abort what runs when its time is over."""
+        """Abort all live generations at the drain's deadline."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._drain_seconds
         while not self._hurry and clock() < deadline:
-            await asyncio.sleep(min(_LOOK_AGAIN, max(deadline - clock(), 0.0)))
+            await asyncio.sleep(min(_POLL_SECONDS, max(deadline - clock(), 0.0)))
         self._service.live.abort()
