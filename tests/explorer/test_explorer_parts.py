@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
-from kvweave.explorer.history import SLICES, SOURCES, History, Record, Timeline, counts, source_runs
+from kvweave.explorer.history import SOURCES, History, Record, counts, source_runs
 from kvweave.explorer.queries import SURE_TO_BE_FOUND, pieces, shared_runs
 from kvweave.explorer.views import prompt_view
 from kvweave.prefix.plan import Plan, Span, Tier, runs_of
@@ -88,28 +88,9 @@ def test_the_history_keeps_so_many_prompts_and_so_many_tokens():
     assert [record.number for record in history] == [7], "the newest stays, however long"
 
 
-def test_what_never_had_a_token_is_no_miss():
-    history = ended(History(), [1, 2, 3], answered=False)
-    assert history.get(1).first_token is None
-    assert history.timeline.since(0) == []
-    ended(history, [1, 2, 3])
-    [part] = history.timeline.since(0)
-    assert (part.tokens["exact"], part.tokens["fresh"]) == (1, 2)
-
-
-def test_the_timeline_sums_ten_seconds_and_forgets_after_an_hour():
-    timeline = Timeline()
-    timeline.add(101, {"fresh": 5})
-    timeline.add(109, {"fresh": 1, "moved": 2})
-    timeline.add(110, {"moved": 1})
-    assert [(part.start, part.prompts, part.tokens) for part in timeline.since(0)] == [
-        (100, 2, {"fresh": 6, "moved": 2}),
-        (110, 1, {"moved": 1}),
-    ]
-    assert [part.start for part in timeline.since(105)] == [110]
-    for number in range(2 * SLICES):
-        timeline.add(1000 + 10 * number, {"fresh": 1})
-    assert len(timeline.since(0)) == SLICES
+def test_a_prompt_without_a_token_has_no_first_token_time():
+    """The page counts only the others: it may never have been looked up in the cache."""
+    assert ended(History(), [1, 2, 3], answered=False).get(1).first_token is None
 
 
 def record(number, tokens, *, spans=(), exact=0, salt=None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -81,41 +81,6 @@ def counts(runs: Iterable[SourceRun]) -> dict[str, int]:
     return found
 
 
-SLICE_SECONDS = 10
-SLICES = 360
-
-
-@dataclass(slots=True)
-class Slice:
-    """What ended in the ten seconds from `start` (since the epoch) on."""
-
-    start: int
-    prompts: int = 0
-    tokens: dict[str, int] = field(default_factory=dict)
-    """By source."""
-
-
-class Timeline:
-    """Only slices in which something ended take space."""
-
-    def __init__(self) -> None:
-        self._slices: deque[Slice] = deque(maxlen=SLICES)
-
-    def add(self, now: float, tokens: Mapping[str, int]) -> None:
-        """A prompt ended `now` whose `tokens` came from these sources."""
-        start = int(now) // SLICE_SECONDS * SLICE_SECONDS
-        if not self._slices or self._slices[-1].start < start:
-            self._slices.append(Slice(start))
-        last = self._slices[-1]
-        last.prompts += 1
-        for source, count in tokens.items():
-            last.tokens[source] = last.tokens.get(source, 0) + count
-
-    def since(self, earliest: float) -> list[Slice]:
-        """The slices that begin at `earliest` or later, in order."""
-        return [part for part in self._slices if part.start >= earliest]
-
-
 MOST_PROMPTS = 256
 MOST_TOKENS = 2**20
 """Of prompts and answers together, four bytes each."""
@@ -172,7 +137,6 @@ class History:
     def __init__(self, most_prompts: int = MOST_PROMPTS, most_tokens: int = MOST_TOKENS) -> None:
         self.started = time.time()
         """Tells two histories apart whose numbers mean different prompts."""
-        self.timeline = Timeline()
         self._records: deque[Record] = deque()
         self._most_prompts = most_prompts
         self._most_tokens = most_tokens
@@ -210,9 +174,6 @@ class History:
             self._tokens > self._most_tokens and len(self._records) > 1
         ):
             self._tokens -= len(self._records.popleft().tokens)
-        # What never got a token may never have been looked up.
-        if record.first_token is not None:
-            self.timeline.add(time.time(), record.counts)
 
 
 def _record(number: int, trace: RequestMetrics) -> Record:

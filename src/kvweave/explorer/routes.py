@@ -21,7 +21,6 @@ from kvweave.explorer.queries import explain, other_words, shared_runs, view_of
 from kvweave.explorer.views import (
     live_view,
     prompt_view,
-    slice_view,
     summary_view,
     tree_view,
     why_not_view,
@@ -112,7 +111,6 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
             "oldest": history.oldest,
             "live": [live_view(trace) for trace in service.live.traces()],
             "prompts": [summary_view(record) for record in history if record.number > after],
-            "timeline": [slice_view(part) for part in history.timeline.since(time.time() - 3600)],
         }
 
     @router.get("/api/prompts/{number}", name="explorer_prompt", responses={404: {}})

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvweave.explorer.history import Record, Slice, SourceRun
+from kvweave.explorer.history import Record, SourceRun
 from kvweave.explorer.queries import Explained, donor_of, pieces
 from kvweave.prefix.contract import Declined
 from kvweave.prefix.tree_snapshot import NodeSnapshot, TreeSnapshot
@@ -36,7 +36,7 @@ def live_view(trace: RequestMetrics) -> dict[str, Any]:
 
 
 def summary_view(record: Record) -> dict[str, Any]:
-    """A line of the list of prompts, and a point of the charts."""
+    """A line of the list of prompts, and a point of the chart."""
     return {
         "number": record.number,
         "rid": record.rid,
@@ -51,11 +51,6 @@ def summary_view(record: Record) -> dict[str, Any]:
         "fuzzy": record.fuzzy,
         "counts": record.counts,
     }
-
-
-def slice_view(part: Slice) -> dict[str, Any]:
-    """Ten seconds of the timeline."""
-    return {"start": part.start, "prompts": part.prompts, "tokens": part.tokens}
 
 
 def prompt_view(

@@ -1,8 +1,7 @@
-// At a glance: how much is reused, what it is worth, and who is being answered now.
+// The overview: totals, first-token time against share reused, and requests in progress.
 
-import { scatter, shares } from "./charts.js";
-import { el, number, percent } from "./dom.js";
-import { NAMES, bar, legend, reused } from "./sources.js";
+import { el, hideTip, milliseconds, number, percent, showTip, svg, tokens } from "./dom.js";
+import { NAMES, bar, leading, legend, reused } from "./sources.js";
 
 export function overview(main, state) {
   const live = el("div", { class: "scroll" });
@@ -16,40 +15,29 @@ export function overview(main, state) {
     const now = state.overview;
     live.replaceChildren(liveTable(now.live));
     const points = [...state.prompts.values()].filter((prompt) => prompt.first_token_ms !== null);
-    const key = JSON.stringify([points.at(-1)?.number, now.timeline.at(-1), now.used_tokens, now.cached_tokens, now.running, now.waiting]);
+    const key = JSON.stringify([points.at(-1)?.number, now.used_tokens, now.cached_tokens, now.running, now.waiting]);
     if (key === drawn) return; // what is under the pointer stays where it is
     drawn = key;
-    body.replaceChildren(tiles(now), el("div", { class: "pair" },
-      chart("First token against share reused",
-        "Each point is a prompt: further right, more of it was reused; lower, a sooner first token. Larger prompts are larger points.",
-        points.length ? scatter(points) : nothing()),
-      chart("Share reused over time", "Of the prompt tokens that ended in each slice, by source.",
-        now.timeline.length ? shares(now.timeline, now.now) : nothing())));
+    body.replaceChildren(tiles(now, points), el("section", { class: "panel stack" },
+      el("div", { class: "title" }, el("h2", {}, "First token against share reused"),
+        el("p", { class: "muted small" }, "Each point is a prompt: further right, more of it was reused; lower, a sooner first token. Larger prompts are larger points.")),
+      points.length ? scatter(points) : el("p", { class: "empty" }, "No prompt has been answered yet. The playground can ask one.")));
   }
   update();
   return { update };
 }
 
-const nothing = () => el("p", { class: "empty" }, "No prompt has been answered yet. The playground can ask one.");
-
-const chart = (title, words, drawing) =>
-  el("section", { class: "panel stack" }, el("div", { class: "title" }, el("h2", {}, title), el("p", { class: "muted small" }, words)), drawing);
-
-function tiles(now) {
+function tiles(now, prompts) {
   const counts = Object.fromEntries(NAMES.map((name) => [name, 0]));
-  let prompts = 0;
-  for (const slice of now.timeline) {
-    prompts += slice.prompts;
-    for (const name of NAMES) counts[name] += slice.tokens[name] ?? 0;
-  }
+  for (const prompt of prompts) for (const name of NAMES) counts[name] += prompt.counts[name] ?? 0;
   const free = now.total_tokens - now.used_tokens - (now.cached_tokens - Math.min(now.cached_tokens, now.used_tokens));
   const share = (value) => percent(now.total_tokens ? value / now.total_tokens : 0);
   return el("div", { class: "tiles" },
     el("section", { class: "panel tile wide" },
-      el("h2", {}, "Prompt tokens reused, last hour"),
-      el("p", { class: "big" }, prompts ? percent(reused(counts)) : "–"),
-      prompts ? bar(counts) : null, prompts ? legend(counts, true) : null),
-    tile("Prompts, last hour", number(prompts), `${number(sum(counts))} prompt tokens`),
+      el("h2", {}, "Prompt tokens reused"),
+      el("p", { class: "big" }, prompts.length ? percent(reused(counts)) : "–"),
+      prompts.length ? bar(counts) : null, prompts.length ? legend(counts, true) : null),
+    tile("Prompts remembered", number(prompts.length), tokens(sum(counts))),
     tile("Running and waiting", `${now.running} · ${now.waiting}`, "answers that hold pages, answers that wait"),
     tile("KV cached", share(now.cached_tokens), `${number(now.cached_tokens)} of ${number(now.total_tokens)} slots; ${number(now.used_tokens)} in use, ${number(Math.max(0, free))} free`));
 }
@@ -58,6 +46,49 @@ const sum = (counts) => NAMES.reduce((sum, name) => sum + counts[name], 0);
 
 const tile = (title, big, small) =>
   el("section", { class: "panel tile" }, el("h2", {}, title), el("p", { class: "big" }, big), el("p", { class: "muted small" }, small));
+
+const WIDTH = 620, HEIGHT = 300;
+const PLOT = { left: 58, right: 26, top: 12, bottom: 40 };
+const across = (share) => PLOT.left + share * (WIDTH - PLOT.left - PLOT.right);
+const upwards = (share) => HEIGHT - PLOT.bottom - share * (HEIGHT - PLOT.top - PLOT.bottom);
+
+const frame = (label, ...inside) =>
+  svg("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, ...inside);
+
+const text = (x, y, words, anchor = "middle") => svg("text", { x, y, "text-anchor": anchor }, words);
+
+const level = (y, words) => [
+  svg("line", { x1: PLOT.left, x2: WIDTH - PLOT.right, y1: y, y2: y }),
+  text(PLOT.left - 8, y + 4, words, "end"),
+];
+
+function decades(low, high) {
+  const ticks = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
+    for (const step of [1, 3]) ticks.push(step * 10 ** power);
+  return ticks.filter((tick) => tick >= low && tick <= high);
+}
+
+// First-token time, on a logarithmic scale, against the share reused.
+function scatter(points) {
+  const times = points.map((point) => Math.max(0.1, point.first_token_ms));
+  const low = Math.min(...times) / 1.6, high = Math.max(...times) * 1.6;
+  const y = (time) => upwards(Math.log(Math.max(0.1, time) / low) / Math.log(high / low));
+  const radius = (point) => Math.min(11, 2.5 + Math.sqrt(point.prompt_tokens) / 9);
+  const dots = points.map((point) => {
+    const words = () => `Prompt #${point.number}, ${tokens(point.prompt_tokens)}\n${percent(reused(point.counts))} reused, first token after ${milliseconds(point.first_token_ms)}`;
+    return svg("circle", {
+      class: `dot fill-${leading(point.counts)}`, cx: across(reused(point.counts)), cy: y(point.first_token_ms), r: radius(point),
+      onmouseenter: (event) => showTip(words(), event.target.getBoundingClientRect()), onmouseleave: hideTip,
+      onclick: () => { location.hash = `#/prompts/${point.number}`; },
+    });
+  });
+  const label = `${points.length} prompts; first tokens after ${milliseconds(Math.min(...times))} to ${milliseconds(Math.max(...times))}. The list of prompts has the figures.`;
+  return frame(label,
+    decades(low, high).map((tick) => level(y(tick), milliseconds(tick))),
+    [0, 0.25, 0.5, 0.75, 1].map((share) => text(across(share), HEIGHT - PLOT.bottom + 20, percent(share))),
+    text(across(0.5), HEIGHT - 4, "share of the prompt reused"), dots);
+}
 
 function liveTable(live) {
   if (!live.length) return el("p", { class: "muted" }, "Nobody is waiting for an answer.");
