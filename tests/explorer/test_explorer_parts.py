@@ -63,12 +63,12 @@ def test_a_plan_made_when_a_request_came_back_does_not_overlap_what_was_counted_
 
 def ended(history, prompt, rid="r", answered=True):
     request = GenerateRequest(rid=rid, prompt_ids=tuple(prompt))
-    trace = RequestMetrics(request, Metrics("m", lambda: None), endpoint="test", observer=history)
+    metrics = RequestMetrics(request, Metrics("m", lambda: None), endpoint="test", observer=history)
     if answered:
         usage = Usage(prompt_tokens=len(request.prompt_ids), cached_tokens=1)
-        trace.note(OutputDelta("r", 0, "x", (7,), usage))
-    trace.close()
-    trace.close()
+        metrics.note(OutputDelta("r", 0, "x", (7,), usage))
+    metrics.close()
+    metrics.close()
     return history
 
 

@@ -143,15 +143,15 @@ def test_what_arrives_together_is_one_piece_per_answer():
 
     async def read():
         metrics = Metrics("m", lambda: None)
-        trace = RequestMetrics(request, metrics, endpoint="test")
+        measured = RequestMetrics(request, metrics, endpoint="test")
         live = LiveGenerations()
         source = ListSource(deltas)
-        async with Generation("r", [request], [trace], source=source, live=live) as generation:
+        async with Generation("r", [request], [measured], source=source, live=live) as generation:
             await asyncio.sleep(0.01)
             batches = [batch async for batch in generation]
-        return batches, trace
+        return batches, measured
 
-    batches, trace = asyncio.run(read())
+    batches, measured = asyncio.run(read())
     [batch] = batches
     assert [(d.index, d.text, d.token_ids, d.finish_reason) for _, d in batch] == [
         (0, "abd", (0, 1, 3), "stop"),
@@ -161,7 +161,7 @@ def test_what_arrives_together_is_one_piece_per_answer():
         assert [score.token_id for score in delta.logprobs] == list(delta.token_ids)
     assert batch[0][1].prompt_logprobs == (TokenLogprob(9, None),)
     assert batch[0][1].plan == (Span(4, 2, "other", 8),)
-    assert (trace.completion_tokens, trace.outcome) == (5, "length")
+    assert (measured.completion_tokens, measured.outcome) == (5, "length")
 
 
 def test_leaving_in_the_very_moment_in_which_the_answer_ends():
@@ -172,8 +172,8 @@ def test_leaving_in_the_very_moment_in_which_the_answer_ends():
     async def main():
         live = LiveGenerations()
         request = GenerateRequest(rid="r", prompt_ids=(1,))
-        trace = RequestMetrics(request, Metrics("toy", lambda: None), endpoint="x")
-        generation = Generation("r", [request], [trace], source=source, live=live)
+        measured = RequestMetrics(request, Metrics("toy", lambda: None), endpoint="x")
+        generation = Generation("r", [request], [measured], source=source, live=live)
 
         async def answered():
             async with generation:
@@ -184,6 +184,6 @@ def test_leaving_in_the_very_moment_in_which_the_answer_ends():
         with pytest.raises(asyncio.CancelledError):
             await asyncio.create_task(answered())
         assert len(live) == 0
-        assert trace.outcome == "length"
+        assert measured.outcome == "length"
 
     asyncio.run(main())

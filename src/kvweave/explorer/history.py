@@ -164,10 +164,10 @@ class History:
         earlier = [other for other in self._records if other.arrived < record.arrived]
         return sorted(earlier, key=lambda other: -other.arrived)
 
-    def add(self, trace: RequestMetrics) -> None:
+    def add(self, metrics: RequestMetrics) -> None:
         """Remember a prompt that has just ended."""
         self._added += 1
-        record = _record(self._added, trace)
+        record = _record(self._added, metrics)
         self._records.append(record)
         self._tokens += len(record.tokens)
         while len(self._records) > self._most_prompts or (
@@ -176,21 +176,21 @@ class History:
             self._tokens -= len(self._records.popleft().tokens)
 
 
-def _record(number: int, trace: RequestMetrics) -> Record:
-    request = trace.request
+def _record(number: int, metrics: RequestMetrics) -> Record:
+    request = metrics.request
     return Record(
         number=number,
         rid=request.rid,
-        endpoint=trace.endpoint,
+        endpoint=metrics.endpoint,
         salt=request.cache_salt,
         fuzzy=request.fuzzy,
         prompt_length=len(request.prompt_ids),
-        tokens=np.array((*request.prompt_ids, *trace.answer), np.int32),
-        exact=trace.usage.cached_tokens,
-        spans=trace.plan,
-        refreshed=trace.refreshed,
-        arrived=trace.arrived,
-        first_token=trace.first_token_seconds,
-        total=trace.total_seconds,
-        outcome=trace.outcome,
+        tokens=np.array((*request.prompt_ids, *metrics.answer), np.int32),
+        exact=metrics.usage.cached_tokens,
+        spans=metrics.plan,
+        refreshed=metrics.refreshed,
+        arrived=metrics.arrived,
+        first_token=metrics.first_token_seconds,
+        total=metrics.total_seconds,
+        outcome=metrics.outcome,
     )

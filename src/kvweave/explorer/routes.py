@@ -109,7 +109,7 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
             "used_tokens": now.used_tokens,
             "cached_tokens": now.cached_tokens,
             "oldest": history.oldest,
-            "live": [live_view(trace) for trace in service.live.traces()],
+            "live": [live_view(metrics) for metrics in service.live.metrics()],
             "prompts": [summary_view(record) for record in history if record.number > after],
         }
 

@@ -21,17 +21,17 @@ MOST_SHOWN = 16_384
 ANSWER_SHOWN = 1_024
 
 
-def live_view(trace: RequestMetrics) -> dict[str, Any]:
+def live_view(metrics: RequestMetrics) -> dict[str, Any]:
     """A prompt that is being answered."""
     return {
-        "rid": trace.rid,
-        "endpoint": trace.endpoint,
-        "seconds": round(trace.total_seconds, 2),
-        "answering": trace.first_token_seconds is not None,
-        "prompt_tokens": trace.usage.prompt_tokens,
-        "completion_tokens": trace.completion_tokens,
-        "cached_tokens": trace.usage.cached_tokens,
-        "moved_tokens": trace.usage.moved_tokens,
+        "rid": metrics.rid,
+        "endpoint": metrics.endpoint,
+        "seconds": round(metrics.total_seconds, 2),
+        "answering": metrics.first_token_seconds is not None,
+        "prompt_tokens": metrics.usage.prompt_tokens,
+        "completion_tokens": metrics.completion_tokens,
+        "cached_tokens": metrics.usage.cached_tokens,
+        "moved_tokens": metrics.usage.moved_tokens,
     }
 
 

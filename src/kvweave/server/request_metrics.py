@@ -17,13 +17,13 @@ log = logging.getLogger("kvweave.server.requests")
 
 
 class RequestObserver(Protocol):
-    """Is told of every prompt once, when it has ended."""
+    """Receives the metrics of every prompt once, when it has ended."""
 
-    def add(self, trace: RequestMetrics) -> None: ...
+    def add(self, metrics: RequestMetrics) -> None: ...
 
 
 class RequestMetrics:
-    """Watches the deltas of one prompt. `close` counts and logs it, once, however it ended."""
+    """Follows the deltas of one prompt; `close` counts and logs it, however it ended."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class RequestMetrics:
         self._ended: float | None = None
 
     def note(self, delta: OutputDelta) -> None:
-        """Take in one delta, as it arrives."""
+        """Add one delta, as it arrives."""
         now = time.perf_counter()
-        self.usage = delta.usage  # the prompt's sources, which all its answers share
+        self.usage = delta.usage  # of the prompt, which all its answers share
         if delta.plan:
             self.plan, self.refreshed = delta.plan, delta.refreshed
         if delta.index == 0:
@@ -133,16 +133,16 @@ def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 1)
 
 
-def usage_body(traces: Iterable[RequestMetrics]) -> dict[str, Any]:
+def usage_body(metrics: Iterable[RequestMetrics]) -> dict[str, Any]:
     """OpenAI's usage object over all prompts of a request, with the sources of their KV."""
     prompt = completion = cached = moved = paraphrase = refreshed = 0
-    for trace in traces:
-        prompt += trace.usage.prompt_tokens
-        cached += trace.usage.cached_tokens
-        moved += trace.usage.moved_tokens
-        paraphrase += trace.usage.paraphrase_tokens
-        refreshed += trace.usage.refreshed_tokens
-        completion += trace.completion_tokens
+    for each in metrics:
+        prompt += each.usage.prompt_tokens
+        cached += each.usage.cached_tokens
+        moved += each.usage.moved_tokens
+        paraphrase += each.usage.paraphrase_tokens
+        refreshed += each.usage.refreshed_tokens
+        completion += each.completion_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

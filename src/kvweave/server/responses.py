@@ -106,7 +106,7 @@ class Envelope:
     id: str
     model: str
     body: GenerationBody
-    traces: Sequence[RequestMetrics]
+    metrics: Sequence[RequestMetrics]
     order: dict[str, Any] | None = None
     """In which order a prompt's parts were used, if the client left that open."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -189,7 +189,7 @@ class PlainWriter:
     def end(self) -> dict[str, Any]:
         """The answer, with all choices in order."""
         envelope = self._envelope
-        for place in range(len(envelope.traces)):
+        for place in range(len(envelope.metrics)):
             first = self._answer(place, 0).prompt_logprobs
             for index in range(1, envelope.answers):
                 self._answer(place, index).prompt_logprobs = first
@@ -198,7 +198,7 @@ class PlainWriter:
             for number, (place, index) in enumerate(sorted(self._answers))
         ]
         answer = envelope.around(self._form.whole, choices)
-        answer["usage"] = usage_body(envelope.traces)
+        answer["usage"] = usage_body(envelope.metrics)
         if envelope.order is not None:
             answer["kvweave_order"] = envelope.order
         if envelope.body.return_plan:
@@ -232,7 +232,7 @@ class StreamWriter:
                 number = place * envelope.answers + index
                 event = envelope.around(self._form.chunk, [{"index": number, **choice}])
                 if self._usage_always:
-                    event["usage"] = usage_body(envelope.traces)
+                    event["usage"] = usage_body(envelope.metrics)
                 elif self._usage_at_end:
                     event["usage"] = None
                 if plan is not None:
@@ -248,5 +248,5 @@ class StreamWriter:
         if not self._usage_at_end:
             return None
         event = self._envelope.around(self._form.chunk, [])
-        event["usage"] = usage_body(self._envelope.traces)
+        event["usage"] = usage_body(self._envelope.metrics)
         return event

@@ -107,7 +107,7 @@ class Service:
             )
             for place, ids in enumerate(prompts)
         ]
-        traces = [
+        metrics = [
             RequestMetrics(
                 request,
                 self.metrics,
@@ -118,13 +118,13 @@ class Service:
             for request in requests
         ]
         envelope = Envelope(
-            id=id_prefix + rid, model=self.card.name, body=body, traces=traces, order=order
+            id=id_prefix + rid, model=self.card.name, body=body, metrics=metrics, order=order
         )
         writer = (StreamWriter if body.stream else PlainWriter)(envelope, form)
         generation = Generation(
             rid,
             requests,
-            traces,
+            metrics,
             source=self.engine,
             live=self.live,
             prompt_field="messages" if endpoint == "chat" else "prompt",

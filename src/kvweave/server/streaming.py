@@ -48,10 +48,10 @@ class LiveGenerations:
     def __len__(self) -> int:
         return len(self._by_rid)
 
-    def traces(self) -> Iterator[RequestMetrics]:
+    def metrics(self) -> Iterator[RequestMetrics]:
         """Of every prompt that is being answered, in order of arrival."""
         for generation in self._by_rid.values():
-            yield from generation.traces
+            yield from generation.metrics
 
     def enter(self, rid: str, generation: Generation) -> None:
         """RequestError if `rid` is taken."""
@@ -80,7 +80,7 @@ class Generation:
         self,
         rid: str,
         requests: Sequence[GenerateRequest],
-        traces: Sequence[RequestMetrics],
+        metrics: Sequence[RequestMetrics],
         *,
         source: DeltaSource,
         live: LiveGenerations,
@@ -89,7 +89,7 @@ class Generation:
         """`prompt_field`: where the prompt comes from in the body, for refusals."""
         self.rid = rid
         self.requests = tuple(requests)
-        self.traces = tuple(traces)
+        self.metrics = tuple(metrics)
         self._source = source
         self._live = live
         self._prompt_field = prompt_field
@@ -122,8 +122,8 @@ class Generation:
             self._failure = None
             self._tasks.clear()
             self._live.leave(self.rid)
-            for trace in self.traces:
-                trace.close()
+            for metrics in self.metrics:
+                metrics.close()
 
     def __aiter__(self) -> Generation:
         return self
@@ -145,12 +145,12 @@ class Generation:
             stream = self._source.generate(self.requests[place])
             async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:
-                    self.traces[place].note(delta)
+                    self.metrics[place].note(delta)
                     if delta.finish_reason == "error":
                         raise AnswerFailedError(delta.error or "the engine gave no reason")
                     self._add(place, delta)
         except Exception as failure:
-            self.traces[place].failure = failure
+            self.metrics[place].failure = failure
             if isinstance(failure, RequestError) and failure.param == "prompt":
                 failure.param = self._prompt_field
             self._failure = self._failure or failure
