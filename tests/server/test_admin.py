@@ -6,14 +6,14 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import transformers
 from starlette.testclient import TestClient
 
 import kvweave
-from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
+from kvweave.config import ClusterConfig, EngineConfig, ModelConfig, ServerConfig
 from kvweave.config.base import settings_of
 from kvweave.engine.selfcheck.gate import SelfCheck
 from kvweave.engine.selfcheck.measure import Measured
@@ -21,7 +21,7 @@ from kvweave.engine.types import Usage
 from kvweave.errors import EngineDeadError
 from kvweave.explorer.app import build_app
 from kvweave.server.logs import JsonFormatter
-from support.serverkit import eventually, toy_card
+from support.serverkit import FakeEngine, RunningServer, eventually, toy_card
 
 ANYTHING = {"json": {"prompt": "x", "max_tokens": 2}}
 
@@ -55,6 +55,22 @@ def test_the_model_is_listed(client):
     [model] = client.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("toy", "model", 2048)
     assert client.get("/v1/models/toy").json() == model
+    assert client.get("/v1/models/", follow_redirects=False).json()["data"] == [model]
+
+
+def test_a_model_answers_to_each_of_its_names():
+    engine = FakeEngine()
+    card = replace(toy_card(engine.tokenizer), aliases=("gpt-4o", "org/toy"))
+    with RunningServer(engine, ServerConfig(port=0), card) as server, server.client() as client:
+        listed = client.get("/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["toy", "gpt-4o", "org/toy"]
+        assert client.get("/v1/models/org/toy").json() == listed[2]
+        for name in ("toy", "gpt-4o", "org/toy"):
+            reply = client.post("/v1/completions", json={"prompt": "x", "model": name})
+            assert reply.json()["model"] == "toy"
+        assert client.post("/v1/completions", json={"prompt": "x", "model": "o"}).status_code == 404
+    assert ModelConfig(served_model_name=" a, org/b,,a").served_names == ("a", "org/b")
+    assert ModelConfig().served_names == ()
 
 
 def test_what_routers_ask_is_answered_as_sglang_answers(client, engine):

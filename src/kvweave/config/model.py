@@ -19,7 +19,9 @@ class ModelConfig:
         None, "Folder or name of the tokenizer, when it is not the model's."
     )
     revision: str | None = flag(None, "Hub revision of the model.")
-    served_model_name: str | None = flag(None, "Name that clients use; the model's own without it.")
+    served_model_name: str | None = flag(
+        None, "Name that clients use, or several: a,b; the model's own without it."
+    )
     dtype: str = flag(
         "auto", "Number type of weights and KV.", choices=("auto", "float32", "bfloat16")
     )
@@ -33,6 +35,12 @@ class ModelConfig:
     chat_template: str | None = flag(
         None, "File with a Jinja chat template, instead of the model's."
     )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names that clients may use; the answers carry the first. Empty: the model's own."""
+        names = map(str.strip, (self.served_model_name or "").split(","))
+        return tuple(dict.fromkeys(filter(None, names)))
 
     def problems(self) -> list[str]:
         return positive(self, "context_length")

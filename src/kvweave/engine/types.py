@@ -54,7 +54,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # as no NaN is
                 raise RequestError(
-                    f"{name} must be between {low:g} and {high:g}, not {value}", param=name
+                    f"{name} must be between {low:,} and {high:,}, not {value}", param=name
                 )
         if self.top_p == 0:
             raise RequestError("top_p must be above 0", param="top_p")

@@ -125,7 +125,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
     dtype = _dtype(config.dtype, device)
     template = _chat_template(config.chat_template)
     source = find_source(config.model, config.revision, dtype, progress)
-    name = config.served_model_name or source.name
+    name, *_ = (*config.served_names, source.name)
     try:
         check_settings(source.settings)
         context_length = context_length_of(source.settings, config.context_length)

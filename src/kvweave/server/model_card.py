@@ -1,4 +1,4 @@
-"""What the server knows and tells about the one model that it serves."""
+"""Facts about the served model, as the endpoints for models show them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvweave.config import ModelConfig
 from kvweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """EngineInfo of the served model. `context_length` counts prompt and output tokens together."""
+    """The served model. `context_length` counts prompt and output tokens together."""
 
     name: str
     path: str
@@ -25,11 +26,13 @@ class ModelCard:
     vocab_size: int
     model_type: str | None = None
     architectures: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    """Other names by which clients may ask for it."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def require(self, name: str | None) -> None:
-        """Raise 404 when a client wants another model; a request without a name takes this one."""
-        if name is not None and name != self.name:
+        """Raise 404 if a client names another model; a request without a name takes this one."""
+        if name is not None and name not in self.names:
             raise RequestError(
                 f"this server has no model {name[:256]!r}; it serves {self.name!r}",
                 param="model",
@@ -37,10 +40,14 @@ class ModelCard:
                 code="model_not_found",
             )
 
-    def listing(self) -> dict[str, Any]:
-        """The model as /v1/models shows it."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    def listing(self, name: str) -> dict[str, Any]:
+        """The model as /v1/models shows it under one of its names."""
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "kvweave",
@@ -62,22 +69,24 @@ class ModelCard:
         }
 
 
-def card_of(loaded: LoadedModel, tokenizer_path: str | None = None) -> ModelCard:
-    """The card of a loaded model."""
+def card_of(loaded: LoadedModel, config: ModelConfig | None = None) -> ModelCard:
+    """The card of a model that was loaded as `config` says."""
+    config = config or ModelConfig()
     return ModelCard(
         name=loaded.name,
         path=loaded.path,
-        tokenizer_path=tokenizer_path or loaded.path,
+        tokenizer_path=config.tokenizer or loaded.path,
         context_length=loaded.context_length,
         vocab_size=loaded.vocab_size,
         model_type=loaded.config.model_type,
         architectures=tuple(loaded.config.architectures or ()),
+        aliases=config.served_names[1:],
     )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a server must know of its engine, wherever that runs."""
+    """Facts that a server needs of its engine, in whatever process that runs."""
 
     card: ModelCard
     tokenizer: Any
@@ -90,6 +99,6 @@ class EngineInfo:
 def engine_info(
     loaded: LoadedModel, config: EngineConfig, self_check: SelfCheck | None
 ) -> EngineInfo:
-    """What is known once a model is loaded and checked."""
-    card = card_of(loaded, config.model.tokenizer)
+    """The facts about a model that is loaded and checked."""
+    card = card_of(loaded, config.model)
     return EngineInfo(card, loaded.tokenizer, config, self_check)

@@ -65,14 +65,15 @@ def admin_router(
     async def metrics() -> Response:
         return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
+    @get("/v1/models/", schemas.ModelList, include_in_schema=False)
     @get("/v1/models", schemas.ModelList)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card.listing()]}
+        return {"object": "list", "data": [card.listing(name) for name in card.names]}
 
     @get("/v1/models/{name:path}", schemas.ModelFacts, 404)
     async def model(name: str) -> dict[str, Any]:
         card.require(name)
-        return card.listing()
+        return card.listing(name)
 
     @get("/get_model_info", schemas.ModelInfo, name="get_model_info")
     @get("/model_info", schemas.ModelInfo)
