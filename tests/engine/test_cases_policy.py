@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from support.enginekit import EXACT_BACKENDS, make_world, oracle_answer, prompt, request
@@ -57,7 +58,100 @@ def test_larger_priorities_run_earlier_and_are_preempted_later():
         world.engine.add(request(rid, prompt(8, 9 + priority), 1, priority=priority))
     world.run()
     ended = [delta.rid for delta in world.deltas if delta.finish_reason]
-    assert ended == ["running", "high", "high2", "plain", "low"]
+    assert ended == ["high", "high2", "running", "plain", "low"]
+    assert world.engine.snapshot().preemptions == 1
+
+
+@pytest.mark.parametrize("backend", EXACT_BACKENDS)
+def test_a_higher_priority_preempts_the_lowest_when_all_places_are_taken(backend):
+    world = make_world(backend, max_running_requests=2)
+    asked = [request(f"p{at}", prompt(20, at), 40, priority=at) for at in range(2)]
+    for each in asked:
+        world.engine.add(each)
+    world.step()
+    asked.append(request("urgent", prompt(20, 9), 5, priority=10))
+    world.engine.add(asked[-1])
+    for _ in range(6):
+        world.step()
+    assert world.answers["urgent", 0].finish_reason == "length"
+    assert len(world.answers["p1", 0].token_ids) == 7, "only the lowest made way"
+    world.run()
+    for each in asked:
+        assert world.ids(each.rid) == oracle_answer(each.prompt_ids, each.sampling.max_tokens)
+    assert world.engine.snapshot().preemptions == 1
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("backend", EXACT_BACKENDS)
+def test_a_higher_priority_preempts_lower_ones_when_the_pool_is_full(backend):
+    world = make_world(backend, pool_tokens=128)
+    asked = [request(f"low{at}", prompt(20, at), 40) for at in range(2)]
+    for each in asked:
+        world.engine.add(each)
+    for _ in range(30):
+        world.step()
+    asked.append(request("urgent", prompt(60, 9), 5, priority=1))
+    world.engine.add(asked[-1])
+    for _ in range(6):
+        world.step()
+    assert world.answers["urgent", 0].finish_reason == "length"
+    world.run()
+    for each in asked:
+        assert world.ids(each.rid) == oracle_answer(each.prompt_ids, each.sampling.max_tokens)
+    world.assert_idle()
+
+
+def test_a_higher_priority_is_not_delayed_by_the_long_prompts_of_lower_ones():
+    world = make_world("radix", chunked_prefill_size=16, pool_tokens=4096)
+    asked = [request(f"low{at}", prompt(400, at), 1) for at in range(4)]
+    for each in asked:
+        world.engine.add(each)
+    world.step()
+    world.engine.add(request("urgent", prompt(20, 9), 1, priority=1))
+    world.step()
+    world.step()
+    assert world.answers["urgent", 0].finish_reason == "length"
+    assert world.engine.snapshot().preemptions == 0, "places and room are there"
+
+
+def test_nothing_is_preempted_where_that_would_not_make_enough_room():
+    world = make_world("radix", pool_tokens=128)
+    world.engine.add(request("large", prompt(90, 1), 20, priority=5))
+    world.step()
+    world.engine.add(request("low", prompt(8, 2), 10))
+    world.step()
+    world.engine.add(request("high", prompt(60, 3), 3, priority=1))
+    world.run()
+    ended = [delta.rid for delta in world.deltas if delta.finish_reason]
+    assert ended.index("low") < ended.index("high")
+    assert world.engine.snapshot().preemptions == 0
+
+
+def test_equal_priorities_do_not_preempt_each_other_for_a_place():
+    world = make_world("radix", max_running_requests=1)
+    asked = [request(f"r{at}", prompt(9, at), 6, priority=3) for at in range(5)]
+    world.run(*asked)
+    ended = [delta.rid for delta in world.deltas if delta.finish_reason]
+    assert ended == [each.rid for each in asked]
+    assert world.engine.snapshot().preemptions == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_priorities_in_few_places_all_come_to_an_end(seed):
+    rng = np.random.default_rng(seed)
+    world = make_world("radix", max_running_requests=2, pool_tokens=256, chunked_prefill_size=16)
+    asked = [
+        request(f"r{at}", prompt(int(rng.integers(1, 60)), at), 20, priority=int(rng.integers(5)))
+        for at in range(30)
+    ]
+    for each in asked:
+        world.engine.add(each)
+        for _ in range(int(rng.integers(0, 6))):
+            world.step()
+    world.run(limit=3000)
+    for each in asked:
+        assert world.ids(each.rid) == oracle_answer(each.prompt_ids, 20)
+    world.assert_idle()
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_random_lives_over_overlapping_text_answer_right(seed):
 
     world.runner.move = sometimes
     requests = {}
-    for turn in range(80):
+    for turn in range(200):
         for _ in range(int(rng.integers(0, 3))):
             new = overlapping_request(rng, f"{turn}-{len(requests)}")
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvweave.config import ModelConfig
+from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, ModelConfig, SchedulerConfig
 from kvweave.engine.attention import get_backend
+from kvweave.engine.engine import Engine
 from kvweave.engine.execution.batch import ForwardBatch, RecomputeRequest
 from kvweave.engine.execution.runner import ModelRunner
+from kvweave.engine.types import Completion, GenerateRequest
 from kvweave.fuzzy import recompute
 from kvweave.fuzzy.recompute import Stop, Strategy
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import LoadedModel, load_model
+from support.enginekit import prompt, request
 from support.tinymodels import TINY, VOCABULARY, save
 
 LENGTH = 60
@@ -208,8 +212,12 @@ def test_a_chunk_of_which_nothing_is_to_be_computed_again(loaded, strategy, back
     alone = RecomputeRequest(
         candidates, np.array([0], np.int32), (strategy,), np.zeros(10, np.bool_)
     )
-    lab.runner.forward(replace(lab.batch({0: inside}, alone), logits_at=np.zeros(0, np.int64)))
+    logits = lab.runner.forward(
+        replace(lab.batch({0: inside}, alone), logits_at=np.zeros(0, np.int64))
+    )
+    assert logits.shape == (0, loaded.vocab_size)
     assert not alone.chosen.any()
+    assert not len(lab.written(LAYERS - 1)), "served tokens keep the KV that was moved"
     beside = RecomputeRequest(
         np.r_[candidates, [False]],
         np.array([0, 0], np.int32),
@@ -244,3 +252,55 @@ def test_tokens_may_drop_out_of_models_of_every_kind(name, tiny):
 def test_a_model_that_needs_all_tokens_in_all_layers_is_told_apart(tiny):
     """GPT-2's code gives its output the shape of its input; its KV cannot be moved either way."""
     assert not tiny("gpt2").prunes_tokens
+
+
+@pytest.mark.parametrize("strategy", ["mix", "deviation", "question"])
+@pytest.mark.parametrize("chunk", [40, 64, 2048])
+def test_what_is_recomputed_does_not_depend_on_other_requests(tiny, strategy, chunk):
+    """The same plan, alone and beside others that decode, prefill and ask the same."""
+    fuzzy = FuzzyConfig(
+        stride=4, min_span=8, min_suffix=2, sink_tokens=2, min_reuse_ratio=0.0, refresh=0.15,
+        refresh_strategy=strategy, time_budget_ms=10_000.0,
+    )  # fmt: skip
+    config = EngineConfig(
+        cache=CacheConfig(prefix_cache_backend="fuzzy_match", page_size=16, max_total_tokens=4096),
+        fuzzy=fuzzy,
+        scheduler=SchedulerConfig(chunked_prefill_size=chunk),
+    )
+    document = prompt(150, 1)
+    asked = prompt(9, 2) + document + prompt(11, 3)
+
+    def served(*others: GenerateRequest) -> dict[str, Completion]:
+        engine, answers = Engine(config, tiny("llama")), defaultdict(Completion)
+
+        def step() -> None:
+            for delta in engine.step():
+                answers[delta.rid].extend(delta)
+
+        engine.add(request("donor", prompt(12, 4) + document + prompt(7, 5), 1))
+        while engine.has_work:
+            step()
+        for other in others[:2]:
+            engine.add(other)
+        for _ in range(2 if others else 0):
+            step()
+        for other in (*others[2:], request("r", asked, 8)):
+            engine.add(other)
+        while engine.has_work:
+            step()
+        return answers
+
+    alone = served()["r"]
+    assert alone.usage.moved_tokens > 100
+    assert sum(length for _, length in alone.refreshed) == alone.usage.refreshed_tokens > 15
+    company = [
+        request("decodes", prompt(5, 6), 30),
+        request("decodes too", prompt(7, 7), 30),
+        request("prefills", prompt(91, 8), 3),
+        *(request(f"r{at}", asked, 8) for at in range(3)),
+    ]
+    answers = served(*company)
+    for rid in ("r", "r0", "r1", "r2"):
+        assert answers[rid].plan == alone.plan
+        assert answers[rid].refreshed == alone.refreshed, rid
+        assert answers[rid].token_ids == alone.token_ids, rid

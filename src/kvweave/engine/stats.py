@@ -109,7 +109,7 @@ class Reporter:
                 self._log_decode()
         if step.preempted:
             logger.info(
-                "KV pool is full, #preempted-req: %d, #queue-req: %d",
+                "Preempted for room or priority, #preempted-req: %d, #queue-req: %d",
                 step.preempted,
                 len(self._scheduler.waiting),
             )

@@ -56,6 +56,8 @@ class ModelRunner:
     def _run(self, batch: ForwardBatch, selector: RecomputeSelector | None = None) -> torch.Tensor:
         if selector is not None and len(selector.kept) < batch.tokens:
             batch = batch.only(selector.kept.numpy())
+        if not batch.tokens:  # a chunk inside a span, of which nothing is recomputed
+            return torch.zeros((0, self.loaded.vocab_size), device=self.loaded.device)
         self._begin(self._on_device(batch))
         logits_at = self._tensor(batch.logits_at)
         if selector is not None and selector.stops:

@@ -225,8 +225,6 @@ class RecomputeSelector:
                 # Later stops thin out what this is, but it is what the budget was spent on.
                 row.settled = True
                 self._chosen[row.at] = True
-        if not alive.any():  # a chunk inside a span: layers want something to compute
-            alive[self.kept[0]] = True
         return torch.from_numpy(np.flatnonzero(alive))
 
 
@@ -253,7 +251,8 @@ class _Row:
         layers: int,
     ) -> _Row:
         begin, end = batch.query_start[row : row + 2]
-        at = begin + np.flatnonzero(recompute.candidates[begin:end])
+        budget = int(recompute.budget[row])
+        at = begin + np.flatnonzero(recompute.candidates[begin:end] & (budget > 0))
         strategy = STRATEGIES[recompute.strategies[row] or ""]
         weight = torch.ones(len(at))
         if question is not None and row in question.rows:
@@ -263,15 +262,18 @@ class _Row:
             # The question stands in a later chunk: seams are the next best that is known.
             weight = 1.0 / (1.0 + torch.from_numpy(_offsets(batch.positions[at])))
         stops = strategy.stops_by_layer(layers)
-        made = cls(torch.from_numpy(at), weight, int(recompute.budget[row]), len(at), stops)
+        made = cls(torch.from_numpy(at), weight, budget, len(at), stops)
         if not stops:
             made.keep(torch.ones(len(at)), made.budget)
         return made
 
     def count(self, keep: float) -> int:
-        """How many go on at a stop; with a budget of everyone, everyone."""
-        share = self.budget / self.total
-        return round(self.budget * (keep if keep >= 1 else keep + (1 - keep) * share))
+        """How many go on at a stop: all if the budget is all, and never none.
+
+        Without any token left the remaining layers would have nothing to compute.
+        """
+        share = self.budget / max(self.total, 1)
+        return max(1, round(self.budget * (keep if keep >= 1 else keep + (1 - keep) * share)))
 
     def keep(self, score: torch.Tensor, count: int) -> bool:
         """Let the `count` with the highest weighted scores go on; False if that is everyone."""

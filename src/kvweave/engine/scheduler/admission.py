@@ -35,9 +35,14 @@ class Admission:
     def preempted(self) -> None:
         self._share = min(1.0, self._share + _RESERVE_RAISE)
 
-    def may_fit(self, sequence: Sequence, matched: int, running: Iterable[Sequence]) -> bool:
-        """Whether leasing is worth a try, before it is known whose pages the match is made of."""
-        surplus = self._room() - self._needed(sequence, matched // self._page_size, running)
+    def may_fit(
+        self, sequence: Sequence, matched: int, running: Iterable[Sequence], freed: int = 0
+    ) -> bool:
+        """Whether leasing is worth a try beside `running`, once `freed` more pages are free.
+
+        An estimate: it is not known yet which pages the match consists of.
+        """
+        surplus = self._room() + freed - self._needed(sequence, matched // self._page_size, running)
         return surplus >= sequence.surplus_needed
 
     def lacking(self, sequence: Sequence, running: Iterable[Sequence]) -> int:

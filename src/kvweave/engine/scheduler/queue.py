@@ -44,6 +44,11 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._items)
 
+    @property
+    def first(self) -> Sequence | None:
+        """The first in rank."""
+        return self._items[0] if self._items else None
+
     def add(self, sequence: Sequence) -> None:
         if sequence.due is None:  # whoever comes back after a preemption keeps its claim
             sequence.due = self.admissions + len(self._items) + PATIENCE

@@ -119,7 +119,11 @@ class Sequence:
     @property
     def rank(self) -> tuple[int, int]:
         """Ascending: the first of all sequences runs first and is preempted last."""
-        return (-self.group.request.priority, self.arrival)
+        return (-self.priority, self.arrival)
+
+    @property
+    def priority(self) -> int:
+        return self.group.request.priority
 
     @property
     def tokens(self) -> IntArray:
@@ -209,6 +213,21 @@ class Sequence:
         plan = self.plan
         beyond = self.done - len(plan.compute)
         return plan.length + beyond if beyond > 0 else plan.frontier(self.done)
+
+    def chunk(self, budget: int, unit: int) -> int:
+        """How many positions to compute next: as `budget` allows, or a whole unit if that is more.
+
+        Moved tokens are selected for recomputation in units of `unit` positions of the plan, and a
+        unit with candidates is never cut: otherwise the selection would depend on the chunk
+        borders, and those on the other requests.
+        """
+        count, candidates = min(self.remaining, budget), self.plan.candidates
+        if candidates is None or self.decoding:
+            return count
+        end = min((self.done // unit + 1) * unit, len(candidates))
+        if np.any(candidates[self.done : end]):
+            return end - self.done
+        return min(count, end - self.done)
 
     def candidates(self, count: int) -> tuple[BoolArray | None, int]:
         """Which of the next `count` positions the forward pass may select, and how many it selects.

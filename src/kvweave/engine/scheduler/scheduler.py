@@ -8,7 +8,7 @@ remembers KV, nor how.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvweave.config import SchedulerConfig
@@ -77,7 +77,15 @@ class Scheduler:
         self._step = Step()
         self._budget = self._config.chunked_prefill_size
         self._admission.stepped()
-        self._continue_running()
+        self._continue(sequence for sequence in self.running if sequence.decoding)
+        prefills = [sequence for sequence in self.running if not sequence.decoding]
+        prefills.sort(key=lambda sequence: sequence.rank)
+        first = self.waiting.first
+        outranked = [s for s in prefills if first is not None and s.priority < first.priority]
+        self._continue(prefills[: len(prefills) - len(outranked)])
+        if outranked:
+            self._admit(above=outranked[0].priority)
+            self._continue(outranked)
         self._admit()
         return self._step
 
@@ -137,52 +145,84 @@ class Scheduler:
         held = [s.lease for s in self.running if s.lease is not None]
         self._cache.check(held + self._owed)
 
-    def _continue_running(self) -> None:
+    def _continue(self, sequences: Iterable[Sequence]) -> None:
+        """Plan the next positions of running sequences, as far as the step's budget goes."""
         # A prompt needs budget to become a decode, so there are never more decodes than budget.
-        decodes = [sequence for sequence in self.running if sequence.decoding]
-        prefills = [sequence for sequence in self.running if not sequence.decoding]
-        prefills.sort(key=lambda sequence: sequence.rank)
-        for sequence in (*decodes, *prefills):
+        for sequence in list(sequences):
             if self._budget == 0:
                 return
             if sequence.status is not Status.RUNNING:
-                continue  # preempted a moment ago, for one before it
+                continue  # preempted in this step
             try:
                 count = self._chunk(sequence)
-                if self._make_room(sequence, count):
+                if count and self._make_room(sequence, count):
                     self._run(sequence, count)
             except Exception as error:
                 self._fail(sequence, error)
 
-    def _admit(self) -> None:
+    def _admit(self, above: int | None = None) -> None:
+        """Start waiting sequences, all or those of a priority higher than `above`."""
         if not self._may_admit():
-            return  # before anybody is looked up in the cache
+            return  # before anything is looked up in the cache
         for sequence, matched in self.waiting.candidates(self._match):
+            if above is not None and sequence.priority <= above:
+                return
             try:
                 if self._admission.awaits_producer(sequence, matched):
                     continue  # others may pass
-                if not self._start(sequence, matched):
-                    return  # nobody passes for being smaller: the large would starve
+                if not (self._make_way(sequence, matched) and self._start(sequence, matched)):
+                    return  # smaller ones do not pass: the large would starve
             except Exception as error:
                 self._fail(sequence, error)
             if not self._may_admit():
                 return
 
     def _may_admit(self) -> bool:
-        return self._budget > 0 and len(self.running) < self._config.max_running_requests
+        """Whether a waiting sequence may start in this step: cheap, asked in every step."""
+        first = self.waiting.first
+        if self._budget == 0 or first is None:
+            return False
+        return len(self.running) < self._config.max_running_requests or any(
+            sequence.priority < first.priority for sequence in self.running
+        )
+
+    def _make_way(self, sequence: Sequence, matched: int) -> bool:
+        """Whether there is a place and room for `sequence`, once lower priorities are preempted.
+
+        As few as needed go, the last in rank first, and none if that would not be enough. Equal
+        priorities are never preempted here, so two sequences do not evict each other for ever.
+        """
+        staying = sorted(self.running, key=lambda other: other.rank)
+        victims: list[Sequence] = []
+        while not self._fits(sequence, matched, staying, victims):
+            if not staying or staying[-1].priority >= sequence.priority:
+                return False
+            victims.append(staying.pop())
+        for victim in victims:
+            self._preempt(victim)
+        return True
+
+    def _fits(
+        self, sequence: Sequence, matched: int, staying: list[Sequence], victims: list[Sequence]
+    ) -> bool:
+        """Whether `sequence` may run beside `staying`, with what `victims` hold given back."""
+        if not staying:
+            return True  # then everything that is cached can be evicted
+        freed = sum(len(victim.lease.pages) for victim in victims if victim.lease is not None)
+        return len(staying) < self._config.max_running_requests and self._admission.may_fit(
+            sequence, matched, staying, freed
+        )
 
     def _start(self, sequence: Sequence, matched: int) -> bool:
-        """Lease and run the first chunk; False, and nothing has changed, for lack of room."""
-        alone = not self.running  # then everything that is cached can be evicted
-        if not alone and not self._admission.may_fit(sequence, matched, self.running):
-            return False
+        """Lease and run the first chunk; False if there was no room or no budget for it."""
+        alone = not self.running
         lease = self._cache.lease(sequence.view())
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.start(lease)
         count = self._chunk(sequence)
         lacking = 0 if alone else self._admission.lacking(sequence, self.running)
-        if lacking > 0 or not self._cache.grow(lease, sequence.last_position(count) + 1):
+        if lacking > 0 or not self._cache.grow(lease, sequence.last_position(max(count, 1)) + 1):
             if alone:
                 raise _too_small(self._cache)
             self._requeue(sequence)
@@ -193,8 +233,9 @@ class Scheduler:
             self._cache.record(lease)
         self.waiting.admissions += 1
         self._step.admitted.append(sequence)
-        self._run(sequence, count)
-        return True
+        if count:
+            self._run(sequence, count)
+        return count > 0
 
     def _match(self, sequence: Sequence) -> int:
         try:
@@ -203,8 +244,13 @@ class Scheduler:
             return 0  # an order of admission needs a number; leasing meets the same fault again
 
     def _chunk(self, sequence: Sequence) -> int:
-        count = min(sequence.remaining, self._budget)
-        return min(count, SCORED_CHUNK) if sequence.scores_prompt else count
+        """How many positions of `sequence` this step computes; 0: they wait for the next one."""
+        if sequence.scores_prompt:
+            return min(sequence.remaining, self._budget, SCORED_CHUNK)
+        count = sequence.chunk(self._budget, self._config.chunked_prefill_size)
+        if count > self._budget and any(row.prefill for row in self._step.rows):
+            return 0  # the first prompt of a step may exceed its budget, by as many as decode
+        return count
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Pages for the next `count` positions, whoever must go; False if that is the asker."""
@@ -214,6 +260,7 @@ class Scheduler:
             if len(self.running) == 1:
                 raise _too_small(self._cache)
             self._preempt(victim)
+            self._admission.preempted()
             if victim is sequence:
                 return False
         return True
@@ -221,13 +268,12 @@ class Scheduler:
     def _run(self, sequence: Sequence, count: int) -> None:
         row = Row(sequence, count, not sequence.decoding, sequence.remaining == count)
         self._step.rows.append(row)
-        self._budget -= count
+        self._budget = max(0, self._budget - count)
 
     def _preempt(self, victim: Sequence) -> None:
         """Take the victim's pages; it computes prompt and output again when there is room."""
         self._drop_row(victim)
         self._requeue(victim)
-        self._admission.preempted()
         self._step.preempted += 1
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -241,7 +287,9 @@ class Scheduler:
         self._step.failed.append((sequence, error))
 
     def _drop_row(self, sequence: Sequence) -> None:
-        self._step.rows = [row for row in self._step.rows if row.sequence is not sequence]
+        for row in [row for row in self._step.rows if row.sequence is sequence]:
+            self._step.rows.remove(row)
+            self._budget += row.count
 
     def _release(self, sequence: Sequence, status: Status) -> None:
         lease = sequence.lease
