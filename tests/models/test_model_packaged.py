@@ -39,8 +39,11 @@ def own_cache(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-def write_gguf(file: Path) -> torch.nn.Module:
-    """A tiny Qwen2 as a GGUF file in float32; returns the model that it holds."""
+def write_gguf(file: Path, **ends: int) -> torch.nn.Module:
+    """A tiny Qwen2 as a GGUF file in float32; returns the model that it holds.
+
+    `ends`: ids under further keys `tokenizer.ggml.*_token_id`.
+    """
     config = TINY["qwen2"]()
     config.use_sliding_window = False
     config.layer_types = ["full_attention"] * config.num_hidden_layers
@@ -65,6 +68,8 @@ def write_gguf(file: Path) -> torch.nn.Module:
     writer.add_token_list(tokens)
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(257)
+    for kind, token in ends.items():
+        writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", token)
     for name, weight in model.state_dict().items():
         writer.add_tensor(_gguf_name(name), weight.numpy())
     writer.write_header_to_file()
@@ -110,6 +115,15 @@ def test_a_gguf_file_is_converted_once_and_answers_as_its_model(tmp_path: Path) 
     narrow = load_model(ModelConfig(model=str(file), dtype="bfloat16"))
     assert narrow.dtype == torch.bfloat16
     assert len(list(cache_folder().rglob("*.safetensors"))) == 2
+
+
+def test_a_turn_ends_where_the_gguf_file_says(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", eot=258, eom=259)
+    assert load_model(ModelConfig(model=str(tmp_path / "tiny.gguf"))).eos_token_ids == {
+        257,
+        258,
+        259,
+    }
 
 
 def test_two_gguf_files_of_one_name_are_two_models(tmp_path: Path) -> None:
@@ -205,7 +219,7 @@ def test_the_packaged_model_is_what_it_should_be(packaged: LoadedModel) -> None:
     assert packaged.name == "SmolLM2-135M-Instruct"
     assert packaged.context_length == 8192
     assert packaged.vocab_size == 49152
-    assert packaged.eos_token_ids == {2}
+    assert packaged.eos_token_ids == {0, 2}  # <|endoftext|> and <|im_end|>
     assert len(packaged.layouts) == 30
     for at in packaged.layouts:
         assert (at.num_kv_heads, at.key_dim, at.value_dim, at.window) == (3, 64, 64, None)
