@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvweave.engine.scheduler.queue import PATIENCE, WaitingQueue
+from kvweave.engine.scheduler.admission import PATIENCE, WaitingQueue
 from kvweave.engine.scheduler.request import RequestGroup, Sequence
 from kvweave.engine.types import GenerateRequest
 from kvweave.prefix.lease import Namespace

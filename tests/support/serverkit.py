@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvweave.config import EngineConfig, ServerConfig
-from kvweave.engine.limits import Limits
 from kvweave.engine.types import (
     EngineSnapshot,
     GenerateRequest,
+    Limits,
     OutputDelta,
     TokenLogprob,
     Usage,

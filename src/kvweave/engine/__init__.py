@@ -1,0 +1,1 @@
+"""The engine: requests, scheduling, execution, sampling and output."""

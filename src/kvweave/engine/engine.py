@@ -14,15 +14,14 @@ import torch
 
 from kvweave.config import EngineConfig
 from kvweave.engine.components import EngineComponents
-from kvweave.engine.execution.batch_builder import BatchBuilder
+from kvweave.engine.execution.batch import BatchBuilder
 from kvweave.engine.execution.executor import BatchExecutor, RowOutput
 from kvweave.engine.heal import Healer
-from kvweave.engine.limits import Limits
 from kvweave.engine.output.sequence_output import SequenceOutput, SequenceOutputFactory
 from kvweave.engine.scheduler.request import RequestGroup, Sequence, Status
 from kvweave.engine.scheduler.scheduler import Row, Scheduler
 from kvweave.engine.stats import Reporter
-from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
+from kvweave.engine.types import EngineSnapshot, GenerateRequest, Limits, OutputDelta
 from kvweave.errors import (
     EngineDeadError,
     IntegrityError,

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from kvweave.engine.components import EngineComponents
-from kvweave.engine.execution.batch import ForwardBatch, LongArray
-from kvweave.engine.execution.batch_builder import BatchBuilder, RowLogits
+from kvweave.engine.execution.batch import BatchBuilder, ForwardBatch, LongArray, RowLogits
 from kvweave.engine.sampling.logits import prompt_logprobs
 from kvweave.engine.sampling.sampler import SamplingState, sample
 from kvweave.engine.scheduler.request import Sequence

@@ -1,0 +1,1 @@
+"""Turns sampled tokens into the text, stops and deltas of an answer."""

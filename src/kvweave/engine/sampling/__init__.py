@@ -1,0 +1,1 @@
+"""Changes logits as requests ask and samples the next tokens."""

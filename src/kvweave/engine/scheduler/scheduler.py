@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvweave.config import SchedulerConfig
-from kvweave.engine.scheduler.admission import Admission
-from kvweave.engine.scheduler.queue import WaitingQueue
+from kvweave.engine.scheduler.admission import Admission, WaitingQueue
 from kvweave.engine.scheduler.request import Sequence, Status
 from kvweave.errors import IntegrityError, RequestError
 from kvweave.prefix.contract import PrefixCache
