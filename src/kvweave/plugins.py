@@ -1,6 +1,6 @@
-"""Tables of everything that a name selects: built-in factories, and those of other packages.
+"""Tables of all parts that a setting selects by name: built-in ones, and entry points.
 
-Modules are imported when something of theirs is made, never to list names.
+Listing names imports none of the parts' modules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Registry:
         return (*self._built_in, *sorted(set(self._entry_points()) - set(self._built_in)))
 
     def make(self, name: str, *arguments: Any) -> Any:
-        """What the factory called `name` makes; ConfigError if there is none, or it fails."""
+        """Call the factory `name`; ConfigError if there is none, or it fails."""
         try:
             return self._factory(name)(*arguments)
         except ConfigError:
@@ -93,7 +93,7 @@ EMBEDDERS = Registry(
     },
 )
 PARAPHRASE_GATE = "kvweave.paraphrase.gate:create_gate"
-"""What judges candidates of tier paraphrase."""
+"""The factory of the gate that checks candidates of tier paraphrase."""
 RECOMPUTE_STRATEGIES = ("seams", "deviation", "question", "mix")
 """Keys of `kvweave.fuzzy.recompute.STRATEGIES`."""
 

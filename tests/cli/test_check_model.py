@@ -32,7 +32,7 @@ def test_a_table_and_a_sentence(tiny_folder, capsys):
     assert "may be served with text that moved" in sentence
 
 
-def test_no_is_an_exit_code_and_earlier_results_do_not_count(tiny_folder, measured, capsys):
+def test_a_failed_check_exits_with_1_and_ignores_earlier_results(tiny_folder, measured, capsys):
     folder = str(tiny_folder("llama"))
     assert run("--model", folder) == 0
     measured[:2] = [Measured("moved", 5.0, False, 300)] * 2
@@ -41,7 +41,7 @@ def test_no_is_an_exit_code_and_earlier_results_do_not_count(tiny_folder, measur
     assert run("--model", folder, "--fuzzy-self-check-max-kl", "9") == 0
 
 
-def test_thresholds_that_make_no_sense_are_refused(capfd):
+def test_negative_thresholds_are_refused(capfd):
     assert run("--fuzzy-self-check-max-kl", "-1", "--fuzzy-self-check-max-decoys", "-2") == 2
     words = capfd.readouterr().err
     assert "--fuzzy-self-check-max-kl must be 0 or more" in words

@@ -1,4 +1,4 @@
-"""kvweave demo: whoever runs it sees what happened, in colour or without."""
+"""kvweave demo: its output, with and without colour."""
 
 import re
 
@@ -8,7 +8,7 @@ from kvweave.cli.main import main
 
 
 @pytest.mark.model
-def test_the_demo_shows_two_clocks_and_the_map(capfd, monkeypatch):
+def test_the_demo_prints_both_times_and_the_coloured_prompt(capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("FORCE_COLOR", "1")
     with pytest.raises(SystemExit) as left:

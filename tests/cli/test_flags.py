@@ -18,7 +18,7 @@ def run(command, *arguments):
     return cli(args=list(arguments), standalone_mode=False)
 
 
-def test_without_flags_the_defaults_are_those_of_the_dataclasses(command, seen):
+def test_defaults_without_flags_are_those_of_the_dataclasses(command, seen):
     run(command)
     assert seen == {"engine": EngineConfig(), "server": ServerConfig()}
 
@@ -48,7 +48,7 @@ def test_values_arrive_in_their_types(command, seen):
     assert seen["server"].log_requests is True
 
 
-def test_the_environment_sets_what_the_command_line_does_not(command, seen, monkeypatch):
+def test_flags_win_over_the_environment(command, seen, monkeypatch):
     monkeypatch.setenv("KVWEAVE_API_KEY", "secret")
     monkeypatch.setenv("KVWEAVE_PAGE_SIZE", "32")
     monkeypatch.setenv("KVWEAVE_LOG_REQUESTS", "1")
@@ -58,7 +58,7 @@ def test_the_environment_sets_what_the_command_line_does_not(command, seen, monk
     assert seen["engine"].cache.page_size == 64
 
 
-def test_all_that_is_wrong_is_reported_together(command, seen):
+def test_all_problems_are_reported_together(command, seen):
     with pytest.raises(ConfigError) as refused:
         run(
             command,
@@ -76,7 +76,7 @@ def test_all_that_is_wrong_is_reported_together(command, seen):
     assert not seen
 
 
-def test_an_argument_without_a_place_is_named(command):
+def test_an_unexpected_argument_is_named(command):
     with pytest.raises(ConfigError, match="no place for the argument 'serve'"):
         run(command, "serve")
 
@@ -103,7 +103,7 @@ def test_a_command_keeps_its_own_arguments(seen):
         run(command, "a", "--sice", "3")
 
 
-def test_a_command_is_told_which_settings_were_given(monkeypatch):
+def test_a_command_receives_the_names_of_given_settings(monkeypatch):
     told = []
 
     @takes_settings(flat=Flat)

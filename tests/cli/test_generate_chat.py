@@ -56,13 +56,13 @@ def test_many_prompts_are_answered_together_and_printed_in_order(engine, capsys)
     assert lines[0]["usage"]["prompt_tokens"] == 3
 
 
-def test_the_prompt_may_come_on_standard_input(engine, capsys, monkeypatch):
+def test_the_prompt_is_read_from_standard_input(engine, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
     assert run("generate", "--max-tokens", "3") == 0
     assert engine.tokenizer.decode(engine.requests[0].prompt_ids) == "from a pipe"
 
 
-def test_a_prompt_that_fails_is_a_sentence(engine, capfd):
+def test_a_failed_prompt_is_reported_in_one_sentence(engine, capfd):
     engine.error_after = 1
     assert run("generate", "x") == 2
     assert capfd.readouterr().err == "kvweave: prompt 1 failed: step broke\n"
@@ -75,7 +75,7 @@ def chat_with(monkeypatch, *lines):
     assert run("chat", "--max-tokens", "9") == 0
 
 
-def test_a_conversation_remembers_and_accounts_for_the_cache(engine, capsys, monkeypatch):
+def test_a_conversation_keeps_its_messages_and_reports_cache_hits(engine, capsys, monkeypatch):
     engine.usage = Usage(cached_tokens=16, moved_tokens=5)
     chat_with(monkeypatch, "first", "", "second", "/new", "third", "/quit")
     out = capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_a_conversation_remembers_and_accounts_for_the_cache(engine, capsys, mon
     assert "first" not in prompts[2]
 
 
-def test_a_turn_that_fails_is_as_if_never_said(engine, capsys, monkeypatch):
+def test_a_failed_turn_leaves_no_message(engine, capsys, monkeypatch):
     chat_with(monkeypatch, "x" * 3000, "short")
     assert "tokens" in capsys.readouterr().out
     [request] = engine.requests

@@ -43,7 +43,7 @@ def test_errors_are_one_sentence_and_code_2(arguments, words, capfd):
     assert words in line
 
 
-def test_what_nobody_foresaw_is_a_sentence_too_unless_debugging(monkeypatch, capfd):
+def test_unexpected_errors_are_one_sentence_too_except_under_debug(monkeypatch, capfd):
     def broken(*_):
         raise ZeroDivisionError("by zero")
 
@@ -57,7 +57,7 @@ def test_what_nobody_foresaw_is_a_sentence_too_unless_debugging(monkeypatch, cap
         main(["serve"])
 
 
-def test_a_model_that_cannot_be_served_is_a_sentence(monkeypatch, capfd):
+def test_an_unsupported_model_is_reported_in_one_sentence(monkeypatch, capfd):
     def refuse(*_):
         raise UnsupportedModelError("gpt9 cannot be served: it has no layers.")
 
@@ -66,7 +66,7 @@ def test_a_model_that_cannot_be_served_is_a_sentence(monkeypatch, capfd):
     assert capfd.readouterr().err == "kvweave: gpt9 cannot be served: it has no layers\n"
 
 
-def test_fuzzy_flags_that_serve_does_not_use_are_warned_of(monkeypatch, caplog):
+def test_serve_warns_of_fuzzy_flags_without_effect(monkeypatch, caplog):
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -98,7 +98,7 @@ def test_benches_are_listed_one_a_line(capsys):
     assert "cold-groups" in capsys.readouterr().out.split("\n")
 
 
-def test_a_bench_is_told_what_the_command_line_says(monkeypatch, tmp_path):
+def test_options_of_the_command_line_reach_the_bench(monkeypatch, tmp_path):
     told = []
     monkeypatch.setattr(
         "kvweave_bench.registry.run_bench",
@@ -110,7 +110,7 @@ def test_a_bench_is_told_what_the_command_line_says(monkeypatch, tmp_path):
     assert (name, options.quick, options.seed, json_path) == ("lookup", True, 7, file)
 
 
-def test_info_shows_what_is_known_of_a_model(tiny_folder, capsys):
+def test_info_shows_facts_about_a_model(tiny_folder, capsys):
     assert run("info", "--model", str(tiny_folder("llama"))) == 0
     facts = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert facts["kvweave"] == kvweave.__version__

@@ -1,4 +1,4 @@
-"""`kvweave serve` where nobody reads what it says, and where it is killed in the middle of it."""
+"""`kvweave serve` with an unread log, full disks, and a kill in the middle of its work."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ def free_port():
 
 @pytest.fixture
 def start(tiny_folder, tmp_path):
-    """Starts a server; gives it, and a client that reaches it once it answers."""
+    """Start a server; return it and a client as soon as it answers."""
     started = []
 
     def start(**streams):
@@ -59,7 +59,7 @@ def start(tiny_folder, tmp_path):
             one.communicate()
 
 
-def test_where_all_disks_are_full_it_serves_and_ends_as_always(start):
+def test_full_disks_do_not_stop_serving_or_a_clean_end(start):
     with open("/dev/full", "w") as full:
         process, client = start(stdout=full, stderr=full)
     reply = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
@@ -81,7 +81,7 @@ def test_where_all_disks_are_full_it_serves_and_ends_as_always(start):
     assert process.wait(60) == 0
 
 
-def test_a_log_that_nobody_reads_holds_up_nothing_and_killed_it_leaves_nothing(start, tmp_path):
+def test_an_unread_log_blocks_nothing_and_a_kill_leaves_no_process(start, tmp_path):
     process, client = start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for n in range(40):  # of which each is logged, and a pipe holds sixteen
         assert client.get("/health", params={"n": n, "x": "x" * 4000}).status_code == 200

@@ -38,7 +38,7 @@ def url_when_ready(process):
     return found[1]
 
 
-def test_it_says_when_it_is_ready_and_finishes_what_runs_when_told_to_stop(process):
+def test_it_reports_readiness_and_finishes_running_requests_on_sigterm(process):
     url = url_when_ready(process)
     body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "rid": "last"}
     replies = []
@@ -59,14 +59,14 @@ def test_it_says_when_it_is_ready_and_finishes_what_runs_when_told_to_stop(proce
     assert '"POST /v1/completions HTTP/1.1" 200' in of_it["uvicorn.access"]["message"]
 
 
-def test_told_to_stop_while_it_loads_it_goes(process):
+def test_sigterm_while_loading_ends_the_process(process):
     assert process.stderr.readline()  # something is logged long before it is ready
     process.send_signal(signal.SIGTERM)
     _, log = process.communicate(timeout=30)
     assert process.returncode == 0, log
 
 
-def test_interrupting_it_is_quiet(process):
+def test_interrupting_the_process_is_quiet(process):
     url_when_ready(process)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) in (0, 130)

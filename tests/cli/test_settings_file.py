@@ -1,4 +1,4 @@
-"""--config: every setting by its flag's name, below flags and environment, all faults at once."""
+"""--config: settings by their flags' names, overridden by flags and environment; all problems."""
 
 import json
 from dataclasses import fields
@@ -21,7 +21,7 @@ def filed(tmp_path):
     return write
 
 
-def test_a_file_sets_what_neither_flags_nor_environment_do(command, seen, filed, monkeypatch):
+def test_flags_and_environment_win_over_the_file(command, seen, filed, monkeypatch):
     monkeypatch.setenv("KVWEAVE_PORT", "2")
     file = filed(
         "# ours\nport: 1\nhost: '::1'\npage-size: 32\nmem_fraction_static: 0.25\n"
@@ -45,7 +45,7 @@ def test_json_with_every_setting_is_read_back(command, seen, filed):
     assert seen == {"engine": EngineConfig(), "server": ServerConfig()}
 
 
-def test_all_that_is_wrong_is_reported_together_with_its_line(command, seen, filed):
+def test_all_problems_of_a_file_are_reported_with_their_lines(command, seen, filed):
     file = filed(
         "port: http\npagesize: 3\npage-size: 0\npage_size: 8\n? [a]\n: 1\n"
         "kv-events-config: {hwm: 1}\nlog-requests: 7\nlog-level: loud\n"
@@ -75,7 +75,7 @@ def test_all_that_is_wrong_is_reported_together_with_its_line(command, seen, fil
         (None, "cannot be read: No such file"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused_in_words(command, filed, tmp_path, text, words):
+def test_an_unreadable_file_is_refused_with_the_reason(command, filed, tmp_path, text, words):
     file = str(tmp_path / "none.yaml") if text is None else filed(text)
     with pytest.raises(ConfigError, match=words):
         run(command, "--config", file)
@@ -86,7 +86,7 @@ def json_file(tmp_path):
     return tmp_path / "kvweave.json"
 
 
-def test_what_only_yaml_reads_is_refused_in_json(command, json_file):
+def test_an_invalid_json_file_is_refused(command, json_file):
     json_file.write_text('{"port": 1,\n "prefix_cache_backend": }')
     with pytest.raises(ConfigError, match=r"kvweave.json is no JSON: Expecting value in line 2"):
         run(command, "--config", str(json_file))

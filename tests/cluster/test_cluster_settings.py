@@ -1,4 +1,4 @@
-"""Flags about replicas, and what is said where Ray is missing."""
+"""Settings of replicas, and the error without Ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvweave.config import ClusterConfig, EngineConfig, validate
 from kvweave.errors import ConfigError
 
 
-def test_what_cannot_be_is_named():
+def test_impossible_values_are_named():
     with pytest.raises(ConfigError) as caught:
         validate(ClusterConfig(replicas=0, cpus_per_replica=-1.0, gpus_per_replica=-0.5))
     said = " ".join(caught.value.problems)
@@ -20,7 +20,7 @@ def test_what_cannot_be_is_named():
         assert flag in said
 
 
-def test_without_ray_the_remedy_is_named(monkeypatch):
+def test_without_ray_the_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     for name in [name for name in sys.modules if name.startswith("kvweave.cluster.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,4 +1,4 @@
-"""What a router believes of a replica, against what the replica's cache would really serve."""
+"""A router's view of a replica, compared with the hits of the replica's cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.enginekit import make_world, prompt, request
 
 
 class Sink:
-    """Feeds a view with what an engine tells. An EventSink."""
+    """An EventSink that feeds an engine's events to a view."""
 
     dropped = 0
 
@@ -37,7 +37,7 @@ class Sink:
 
 @pytest.mark.parametrize("backend", ["hash", "radix"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_the_exact_overlap_is_what_the_cache_would_serve(backend, page_size):
+def test_the_exact_overlap_equals_the_caches_hit(backend, page_size):
     rng = np.random.default_rng(page_size)
     sink = Sink(page_size)
     world = make_world(backend, page_size=page_size, pool_tokens=384, events=sink)
@@ -52,7 +52,7 @@ def test_the_exact_overlap_is_what_the_cache_would_serve(backend, page_size):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 32])
-def test_moved_text_is_seen_wherever_it_went(page_size):
+def test_moved_text_is_found_at_any_offset(page_size):
     sink = Sink(page_size)
     world = make_world("radix", page_size=page_size, events=sink)
     document = prompt(200, 1)
@@ -67,15 +67,17 @@ def test_moved_text_is_seen_wherever_it_went(page_size):
 
 @pytest.mark.parametrize(("page_size", "stride"), [(1, 1), (1, 7), (4, 16), (4, 6), (16, 4)])
 @pytest.mark.parametrize("pages_told_at_once", [1, 3, 40])
-def test_each_stride_has_its_door_however_it_was_told(page_size, stride, pages_told_at_once):
+def test_each_stride_has_an_anchor_for_any_grouping_of_events(
+    page_size, stride, pages_told_at_once
+):
     view = ReplicaView(Keying("m", page_size, stride))
     tokens = prompt(40 * page_size, 1)
     for first in range(0, 40, pages_told_at_once):
         names = tuple(range(first, min(40, first + pages_told_at_once)))
         told = tuple(tokens[first * page_size : (names[-1] + 1) * page_size])
         view.apply([BlockStored(names, first - 1 if first else None, told, page_size)])
-    doors = block_hashes(np.array(tokens, np.int32), stride, namespace_seed(Namespace("")))
-    assert view._anchors == Counter(doors.tolist())
+    anchors = block_hashes(np.array(tokens, np.int32), stride, namespace_seed(Namespace("")))
+    assert view._anchors == Counter(anchors.tolist())
     for name in range(40):
         view.apply([BlockRemoved((name,))])
     assert view._anchors == {}
@@ -90,7 +92,7 @@ def test_text_behind_the_exact_prefix_counts_once():
     assert sink.overlap(tokens + tokens) == Overlap(120, 112)
 
 
-def test_it_moves_about_as_much_as_the_backend_will():
+def test_the_moved_overlap_is_close_to_the_backends():
     sink = Sink(4, stride=4)
     world = fuzzy_world(events=sink)
     world.run(request("donor", wrapped(1, DOCUMENT)))
@@ -102,7 +104,7 @@ def test_it_moves_about_as_much_as_the_backend_will():
     assert abs(believed.moved - usage.moved_tokens) <= 8
 
 
-def test_salts_are_worlds_apart():
+def test_salts_share_nothing():
     sink = Sink(4)
     world = make_world("radix", events=sink)
     tokens = prompt(80, 1)
@@ -114,7 +116,7 @@ def test_salts_are_worlds_apart():
     assert sink.overlap([*prompt(3, 9), *tokens], "a").moved > 40
 
 
-def test_what_is_evicted_or_cleared_is_forgotten():
+def test_evicted_and_cleared_blocks_are_forgotten():
     sink = Sink(4)
     world = make_world("radix", events=sink, pool_tokens=256)
     tokens = prompt(100, 1)
@@ -127,7 +129,7 @@ def test_what_is_evicted_or_cleared_is_forgotten():
     assert sink.view._anchors == {}
 
 
-def test_requests_under_way_count_until_they_are_over():
+def test_running_requests_count_until_their_end():
     sink = Sink(4)
     keys = PromptKeys(np.array(prompt(50, 1), np.int32), None, sink.keying)
     sink.view.expect(keys)

@@ -1,4 +1,4 @@
-"""Who is asked, given what everyone holds and has to do."""
+"""Ranking of replicas by overlap, load and cached tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_score_is_exact_plus_weighted_moved_less_load():
     assert score(replica_load(200, 100, 40), 400, Weights(moved=0.0, load=1.0)) == 160
 
 
-def test_who_has_the_prefix_is_asked():
+def test_the_replica_with_the_prefix_comes_first():
     assert best(a=replica_load(kept=10), b=replica_load(exact=300, kept=900)) == "b"
     assert best(a=replica_load(exact=320), b=replica_load(exact=304)) == "a"
 
@@ -31,12 +31,12 @@ def test_moved_text_counts_for_less_than_the_same_text_in_place():
     )
 
 
-def test_work_that_waits_outweighs_what_would_be_saved():
+def test_waiting_work_can_outweigh_the_savings():
     assert best(a=replica_load(exact=300, load=1199, kept=9), b=replica_load()) == "a"
     assert best(a=replica_load(exact=300, load=1201), b=replica_load()) == "b"
 
 
-def test_what_all_share_draws_nobody():
+def test_a_common_system_prompt_attracts_no_request():
     weights = Weights(least_share=0.25)
     assert (
         best(a=replica_load(exact=96, kept=500), b=replica_load(kept=400), weights=weights) == "b"
@@ -46,20 +46,20 @@ def test_what_all_share_draws_nobody():
     )
 
 
-def test_new_conversations_go_where_least_is_done_then_where_least_is_kept():
+def test_new_conversations_go_to_the_least_load_then_to_the_smallest_cache():
     assert best(a=replica_load(load=10), b=replica_load(load=9, kept=1000)) == "b"
     assert (
         best(a=replica_load(kept=1001), b=replica_load(kept=1000), c=replica_load(kept=1002)) == "b"
     )
 
 
-def test_all_are_ranked_so_that_there_is_a_next_one_when_the_best_is_full():
+def test_all_replicas_are_ranked():
     standings = {"a": replica_load(load=5), "b": replica_load(exact=350), "c": replica_load(kept=1)}
     assert ranked(standings, 400, Weights()) == ["b", "c", "a"]
 
 
-def test_six_conversations_of_five_turns_stay_at_home_and_split_evenly():
-    """The whole policy on paper: views as sets, no load between turns."""
+def test_six_conversations_of_five_turns_keep_their_replica_and_spread_evenly():
+    """The whole policy, simulated: views are sets, and no load remains between turns."""
     kept: dict[str, set[tuple[int, int]]] = {"a": set(), "b": set()}
     homes: dict[int, set[str]] = {}
     for turn in range(5):

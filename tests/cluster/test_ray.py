@@ -52,14 +52,14 @@ def cluster(config) -> Iterator[Cluster]:
 
 
 class Cluster:
-    """What tests ask of the replicas, from outside any event loop."""
+    """Calls of the replicas for tests outside any event loop."""
 
     def __init__(self, engine) -> None:
         self.engine = engine
         self._handle = engine._handle
 
     def ask(self, *requests: GenerateRequest) -> list[Completion | Exception]:
-        """All together."""
+        """Requests at the same time."""
 
         async def gather() -> list[Completion | Exception]:
             return await asyncio.gather(*map(self.answer, requests), return_exceptions=True)
@@ -73,7 +73,7 @@ class Cluster:
         return answer
 
     def snapshots(self) -> list:
-        """Of every replica, by identity over time as far as nobody dies."""
+        """Requests per replica, in a stable order while none dies."""
         answers = self._handle.broadcast("snapshot").results(timeout_s=30)
         return sorted(answers, key=lambda each: (each.requests, each.prefill_tokens))
 
@@ -110,7 +110,7 @@ def test_turns_land_with_their_group_and_groups_are_balanced(cluster):
     assert reused / asked > 0.85
 
 
-def test_moved_text_draws_a_request_to_where_it_is_cached(cluster):
+def test_moved_text_attracts_a_request_to_its_replica(cluster):
     cluster.flush()
     for group in range(4):
         cluster.ask(request(f"donor {group}", opening(group)))
@@ -126,7 +126,7 @@ def test_refusals_arrive_as_the_engine_made_them(cluster):
     assert "takes 255 at most" in str(refused)
 
 
-def test_snapshots_add_up_by_name_where_they_count_by_name():
+def test_snapshots_add_mappings_key_by_key():
     from kvweave.cluster.remote import total
 
     one = EngineSnapshot(running=1, hit_tokens={"exact": 5}, paraphrase_refused={"facts": 2})
@@ -140,7 +140,7 @@ def test_snapshots_add_up_by_name_where_they_count_by_name():
 
 
 class Words:
-    """A replica's answer, which comes word by word."""
+    """A replica's streamed answer."""
 
     def __init__(self, words: str) -> None:
         self.words = iter(words.split())
@@ -157,8 +157,8 @@ class Words:
         pass
 
 
-def test_a_name_that_is_taken_is_refused_and_its_owner_answered():
-    """Two replicas would both take it: neither knows what the other runs."""
+def test_a_rid_in_use_is_refused_and_the_first_request_answered():
+    """Replicas do not know each other's requests, so the server refuses the second one."""
     from kvweave.cluster.remote import RemoteEngine
 
     handle = Mock()
@@ -178,7 +178,7 @@ def test_a_name_that_is_taken_is_refused_and_its_owner_answered():
 
 
 def remote(*broadcasts):
-    """An engine elsewhere; one of `broadcasts` for each: the answers, or what is raised."""
+    """A RemoteEngine whose broadcasts return, or raise, `broadcasts` in order."""
     from kvweave.cluster.remote import RemoteEngine
 
     def answer(*_, **__):
@@ -193,7 +193,7 @@ def remote(*broadcasts):
     return RemoteEngine(handle, Mock())
 
 
-def test_where_all_replicas_have_died_their_successors_are_noticed(monkeypatch):
+def test_new_replicas_are_noticed_after_all_died(monkeypatch):
     from ray.serve.exceptions import DeploymentUnavailableError
 
     from kvweave.cluster import remote as module
@@ -216,7 +216,7 @@ def test_where_all_replicas_have_died_their_successors_are_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_one_that_hangs_does_not_speak_for_all(others):
+def test_one_hanging_replica_does_not_make_all_count_as_dead(others):
     engine = remote([EngineSnapshot(running=1), EngineSnapshot(running=2)], TimeoutError())
     failure = None if others else ConnectionError()
     engine._handle.snapshot.remote = AsyncMock(side_effect=failure)
@@ -231,7 +231,7 @@ def test_one_that_hangs_does_not_speak_for_all(others):
     assert engine.snapshot().running == 3
 
 
-def test_what_replicas_do_not_answer_is_503_in_words():
+def test_replicas_that_do_not_answer_give_503_with_a_sentence():
     from ray.serve.exceptions import DeploymentUnavailableError
 
     engine = remote(TimeoutError(), DeploymentUnavailableError(Mock()))
@@ -247,8 +247,8 @@ def test_what_replicas_do_not_answer_is_503_in_words():
     assert refused.value.status == 503
 
 
-def test_what_ended_is_no_load_and_leaves_nothing_behind():
-    """Broadcasts end here, too: the server asks each replica how it is, every second."""
+def test_finished_requests_are_no_load_and_leave_no_booking():
+    """Broadcasts complete here too: the server asks each replica for its state every second."""
     from kvweave.cluster.router import OverlapRouter, _Booking, _Followed
 
     router = OverlapRouter.__new__(OverlapRouter)
@@ -272,7 +272,7 @@ def test_what_ended_is_no_load_and_leaves_nothing_behind():
     ]
 
 
-def test_an_engine_that_ends_no_step_counts_as_dead(monkeypatch):
+def test_an_engine_with_a_hanging_step_counts_as_dead(monkeypatch):
     from kvweave.cluster import replica as module
 
     monkeypatch.setattr(module, "_HANGS_AFTER", 0.05)
@@ -305,7 +305,7 @@ def test_an_engine_that_ends_no_step_counts_as_dead(monkeypatch):
     asyncio.run(check())
 
 
-def test_leaving_aborts_what_was_asked(cluster):
+def test_a_disconnect_aborts_the_request(cluster):
     async def leave() -> None:
         stream = cluster.engine.generate(request("left", [5] * 40, 200))
         await stream.__anext__()
@@ -316,7 +316,7 @@ def test_leaving_aborts_what_was_asked(cluster):
     assert sum(each.running for each in cluster.snapshots()) == 0
 
 
-def test_a_dead_replica_is_replaced_and_only_what_it_was_saying_is_lost(cluster):
+def test_a_dead_replica_is_replaced_and_only_its_running_answers_are_lost(cluster):
     async def live_through_a_death() -> tuple[list, list]:
         await cluster.engine.start()
         first = [asyncio.create_task(cluster.answer(request(f"a{at}", [at] * 40, 150)))
@@ -341,10 +341,10 @@ def test_a_dead_replica_is_replaced_and_only_what_it_was_saying_is_lost(cluster)
     assert min(cluster.requests()) >= 3  # the new one has an empty cache, so it is asked
 
 
-def test_what_ray_cannot_give_is_refused_at_once(config, cluster):
+def test_missing_cpus_are_refused_at_once(config, cluster):
     from kvweave.cluster.app import _check_room
 
-    with pytest.raises(ConfigError, match="--replicas 900 want 900 CPUs, and Ray has"):
+    with pytest.raises(ConfigError, match="--replicas 900 need 900 CPUs, and Ray has"):
         _check_room(ClusterConfig(replicas=900))
 
 
@@ -362,7 +362,7 @@ def until(holds, seconds: float = 90.0) -> None:
         time.sleep(0.1)
 
 
-def test_serve_run_is_given_flags_as_texts_or_values():
+def test_serve_run_takes_settings_as_texts_or_values():
     from kvweave.cluster.app import settings
 
     engine, replicas, server = settings(

@@ -1,4 +1,4 @@
-"""From the flag to the socket: a served model, followed by somebody who only has the address."""
+"""From the flag to the socket: a follower of a served model that has only the address."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine(tiny):
     engine.close()
 
 
-def test_a_served_prompt_is_published_under_hashes_that_others_can_compute(engine):
+def test_a_served_prompt_is_published_under_reproducible_hashes(engine):
     prompt = tuple(range(50))
     request = GenerateRequest(rid="a", prompt_ids=prompt, sampling=SamplingParams(max_tokens=1))
     engine.add(request)
@@ -44,10 +44,10 @@ def test_a_served_prompt_is_published_under_hashes_that_others_can_compute(engin
 
 
 def told(engine: Engine, count: int) -> list[KVEvent]:
-    """What whoever comes now is told of all that has happened; again until it is that much.
+    """The events that a new follower receives; new followers are tried until they are `count`.
 
-    The publisher has a thread of its own: what it has not sent yet it cannot send again either, and
-    a subscription takes a moment during which what is sent is lost.
+    The publisher's thread cannot replay batches before it has sent them, and batches that are sent
+    while a subscription begins are lost.
     """
     publisher = engine.components.events
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Over real sockets: who listens learns all, in order; who missed something can see it and ask."""
+"""Publisher and follower over real sockets: order, losses, replays and restarts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def subscribe() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
     sockets: list[zmq.Socket[bytes]] = []
 
     def connected(publisher: ZmqPublisher, topic: bytes = b"", hwm: int = 0) -> zmq.Socket[bytes]:
-        """A subscriber that is known to hear: publishes until it does."""
+        """A connected subscriber: publishes until it receives a batch."""
         listening = zmq.Context.instance().socket(zmq.SUB)
         sockets.append(listening)
         listening.set_hwm(hwm)
@@ -108,7 +108,7 @@ def test_a_message_is_topic_number_and_payload(open_publisher, subscribe):
         assert abs(batch.time - time.time()) < 60
 
 
-def test_past_batches_come_again_as_far_as_they_are_kept(open_publisher):
+def test_kept_batches_are_replayed(open_publisher):
     publisher = open_publisher(buffer_steps=3, topic="t")
     for name in range(5):
         publisher.publish([stored(name)])
@@ -118,7 +118,7 @@ def test_past_batches_come_again_as_far_as_they_are_kept(open_publisher):
     assert ask(publisher, 5) == []
 
 
-def test_an_ill_formed_question_is_passed_over(open_publisher):
+def test_a_malformed_replay_request_is_ignored(open_publisher):
     publisher = open_publisher()
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.connect(publisher.replay_endpoint)
@@ -130,7 +130,7 @@ def test_an_ill_formed_question_is_passed_over(open_publisher):
     dealer.close(linger=0)
 
 
-def test_a_slow_subscriber_holds_up_nobody_and_can_catch_up(open_publisher, subscribe):
+def test_a_slow_subscriber_blocks_nobody_and_can_catch_up(open_publisher, subscribe):
     publisher = open_publisher(hwm=1)
     slow = subscribe(publisher, hwm=1)
     first = publisher.published
@@ -145,7 +145,7 @@ def test_a_slow_subscriber_holds_up_nobody_and_can_catch_up(open_publisher, subs
     assert all(replayed[first + at][0].block_hashes == (at,) for at in range(300))
 
 
-def test_what_finds_no_room_is_dropped_counted_and_leaves_a_gap(
+def test_batches_beyond_the_queue_are_dropped_counted_and_leave_a_gap(
     open_publisher, monkeypatch, caplog
 ):
     publisher = open_publisher(max_queue_size=2)
@@ -174,7 +174,7 @@ def test_what_finds_no_room_is_dropped_counted_and_leaves_a_gap(
     follower.close()
 
 
-def test_where_sending_broke_down_batches_are_counted_and_not_kept(open_publisher, monkeypatch):
+def test_after_a_failed_thread_batches_are_counted_and_not_kept(open_publisher, monkeypatch):
     publisher = open_publisher()
     monkeypatch.setattr(publishing, "encode_batch", lambda *_: 1 / 0)
     publisher.publish([stored(0)])
@@ -185,7 +185,7 @@ def test_where_sending_broke_down_batches_are_counted_and_not_kept(open_publishe
     assert not publisher._waiting
 
 
-def test_a_salt_that_no_encoding_has_stops_nothing(open_publisher):
+def test_a_salt_that_utf8_cannot_encode_is_published(open_publisher):
     publisher = open_publisher()
     publisher.publish([BlockStored((1,), None, (5,), 1, "a\ud800")])
     publisher.publish([stored(2)])
@@ -193,8 +193,8 @@ def test_a_salt_that_no_encoding_has_stops_nothing(open_publisher):
     assert (odd.salt, plain) == ("a\\ud800", stored(2))
 
 
-def test_a_follower_that_does_not_look_keeps_so_much_and_loses_nothing(open_publisher, monkeypatch):
-    """A router without requests never looks; the replicas may be busy with those of others."""
+def test_a_late_follower_keeps_a_bounded_queue_and_loses_nothing(open_publisher, monkeypatch):
+    """An idle router does not drain while its replicas serve other routers' requests."""
     publisher = open_publisher(hwm=50)
     with monkeypatch.context() as small:
         small.setattr(following, "_MOST_MESSAGES", 2)
@@ -216,14 +216,14 @@ def test_a_follower_that_does_not_look_keeps_so_much_and_loses_nothing(open_publ
     late.close()
 
 
-def test_an_address_that_is_open_to_all_is_warned_of(open_publisher, caplog):
+def test_an_address_open_to_other_machines_logs_a_warning(open_publisher, caplog):
     open_publisher()
     assert not caplog.messages
     replayed = open_publisher(replay_endpoint="tcp://0.0.0.0:0").replay_endpoint
     assert [f"anyone who reaches {replayed}" in said for said in caplog.messages] == [True]
 
 
-def test_closing_sends_what_waits(open_publisher, subscribe):
+def test_closing_sends_waiting_batches(open_publisher, subscribe):
     publisher = open_publisher()
     listening = subscribe(publisher)
     first = publisher.published
@@ -235,7 +235,7 @@ def test_closing_sends_what_waits(open_publisher, subscribe):
     assert numbers == list(range(first, first + 50))
 
 
-def test_a_follower_that_comes_late_learns_what_was(open_publisher):
+def test_a_follower_that_starts_late_gets_earlier_batches(open_publisher):
     publisher = open_publisher()
     for name in range(40):
         publisher.publish([stored(name)])
@@ -255,7 +255,7 @@ def test_a_follower_that_comes_late_learns_what_was(open_publisher):
     follower.close()
 
 
-def test_a_follower_forgets_all_where_batches_are_lost_for_good(open_publisher):
+def test_a_follower_clears_its_state_after_lost_batches(open_publisher):
     publisher = open_publisher(buffer_steps=2)
     for name in range(5):
         publisher.publish([stored(name)])
@@ -266,7 +266,7 @@ def test_a_follower_forgets_all_where_batches_are_lost_for_good(open_publisher):
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_follower_notices_that_the_publisher_began_anew(open_publisher, replay):
+def test_a_follower_notices_a_restart_of_the_publisher(open_publisher, replay):
     first = open_publisher(**({} if replay else {"replay_endpoint": None}))
     endpoint, again = first.endpoint, first.replay_endpoint
     follower = EventFollower(endpoint, again)
@@ -295,7 +295,7 @@ def test_a_follower_notices_that_the_publisher_began_anew(open_publisher, replay
     follower.close()
 
 
-def test_what_is_lost_right_after_an_answer_is_asked_for_again():
+def test_a_loss_right_after_a_replay_is_requested_again():
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     live, router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
     ports = [each.bind_to_random_port("tcp://127.0.0.1") for each in (live, router)]
@@ -321,7 +321,7 @@ def test_what_is_lost_right_after_an_answer_is_asked_for_again():
         each.close()
 
 
-def test_a_batch_that_nobody_can_read_costs_what_was_known_and_nothing_else():
+def test_an_unreadable_batch_clears_the_state_and_nothing_else():
     socket = zmq.Context.instance().socket(zmq.XPUB)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     follower = EventFollower(f"tcp://127.0.0.1:{port}")
@@ -335,7 +335,7 @@ def test_a_batch_that_nobody_can_read_costs_what_was_known_and_nothing_else():
     socket.close(linger=0)
 
 
-def test_an_address_in_use_is_refused_in_words(open_publisher):
+def test_an_address_in_use_is_refused_with_the_reason(open_publisher):
     taken = open_publisher()
     with pytest.raises(ConfigError, match=r"cannot bind tcp://127.0.0.1:\d+: Address already"):
         open_publisher(endpoint=taken.endpoint)

@@ -1,4 +1,4 @@
-"""--kv-events-config: what it takes, and what it says about what it does not take."""
+"""--kv-events-config: accepted settings, and the errors about others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvweave.errors import ConfigError
 from kvweave.events import open_sink
 
 
-def test_what_vllm_and_sglang_are_given_works():
+def test_settings_of_vllm_and_sglang_are_accepted():
     vllm = '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv-events"}'
     assert EventsConfig.parse(vllm) == EventsConfig(topic="kv-events")
     sglang = '{"publisher": "zmq", "endpoint": "tcp://*:6000", "bind": true, "buffer_steps": 5}'
@@ -40,12 +40,12 @@ def test_what_vllm_and_sglang_are_given_works():
         ('{"format": "json"}', "format is map or array, not 'json'"),
     ],
 )
-def test_what_is_wrong_is_said_at_start(text, words):
+def test_wrong_settings_are_refused_at_start(text, words):
     with pytest.raises(ConfigError, match=words):
         validate(CacheConfig(kv_events_config=text))
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_all_wrong_settings_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
         validate(CacheConfig(kv_events_config='{"a": 1, "hwm": "x", "topic": 2}', page_size=0))
     assert len(caught.value.problems) == 4
@@ -68,7 +68,7 @@ def test_wildcards_are_bound_and_hosts_connected_to(endpoint, bind, binds):
     assert EventsConfig(endpoint=endpoint, bind=bind).binds is binds
 
 
-def test_routers_are_told_what_they_can_reach():
+def test_routers_get_only_reachable_addresses():
     config = EventsConfig(topic="t", replay_endpoint="tcp://*:5558")
     assert config.described(16) == {
         **{"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "t"},
@@ -79,7 +79,7 @@ def test_routers_are_told_what_they_can_reach():
         assert EventsConfig(endpoint=endpoint).described(16) is None
 
 
-def test_a_missing_library_is_named_with_its_remedy(monkeypatch):
+def test_a_missing_package_is_named_with_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, "kvweave.events.publisher", raising=False)
     with pytest.raises(ConfigError, match=r"needs zmq, which pip install 'kvweave\[events\]'"):

@@ -1,4 +1,4 @@
-"""The bytes, read by another library through the structs that vLLM and SGLang declare."""
+"""Encoded batches, decoded by another library with the structs of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_map_names_its_fields_in_the_order_of_the_structs():
 
 
 @pytest.mark.parametrize("form", ["map", "array"])
-def test_what_is_written_can_be_read_back(form):
+def test_batches_round_trip(form):
     batch = decode_batch(encode_batch(EVENTS, 12.5, form))
     salts = form == "map"  # an array has no place for them
     assert batch.time == 12.5
@@ -96,7 +96,7 @@ def test_what_is_written_can_be_read_back(form):
     )
 
 
-def test_events_of_other_kinds_are_passed_over_and_broken_batches_refused():
+def test_other_events_are_skipped_and_broken_batches_refused():
     other = msgspec.msgpack.encode([1.0, [{"type": "BlockMigrated", "to": 3}, ["Strange"]], 0])
     assert decode_batch(other).events == []
     for broken in (

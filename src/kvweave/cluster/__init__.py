@@ -1,4 +1,4 @@
-"""Several engines behind one address: Ray Serve replicas, and a router that knows what each holds.
+"""Several engines behind one address: Ray Serve replicas, and a router that follows their caches.
 
-`overlap` and `ranking` know nothing of Ray; the rest needs the extra `kvweave[ray]`.
+`overlap` works without Ray; the other modules need the extra `kvweave[ray]`.
 """

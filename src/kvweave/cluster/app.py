@@ -1,7 +1,7 @@
-"""Ray Serve applications: engines alone, and engines with the HTTP server in front.
+"""Ray Serve applications: engines alone, and engines behind the HTTP server.
 
-`serve run kvweave.cluster.app:app replicas=2 prefix_cache_backend=fuzzy_match` runs the latter; its
-arguments are the flags of `kvweave serve`, with underscores.
+`serve run kvweave.cluster.app:app replicas=2 prefix_cache_backend=fuzzy_match` runs the second one;
+its arguments are the flags of `kvweave serve`, with underscores.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from kvweave.server.model_card import EngineInfo
 def engines(
     config: EngineConfig, cluster: ClusterConfig, router: RequestRouterConfig | None = None
 ) -> Application:
-    """Replicas of one engine, behind the router that knows what each of them holds.
+    """Replicas of one engine behind the router that follows their caches.
 
-    `router`: another one, for comparisons. ConfigError if the flags do not go together.
+    `router`: another one, for comparisons. Raises ConfigError for settings that do not fit.
     """
     config.validate()
     validate(cluster)
     if config.cache.kv_events_config is not None:
         raise ConfigError(
-            ["--kv-events-config is for one engine: replicas tell their router by themselves"]
+            ["--kv-events-config is for one engine: replicas publish to their router by themselves"]
         )
     deployment = serve.deployment(
         EngineReplica,
         name="engine",
         num_replicas=cluster.replicas,
-        # The engine queues by itself, and refuses in its own words what is too much.
+        # Above the engine's own limits, so that the engine queues and refuses.
         max_ongoing_requests=config.scheduler.max_running_requests
         + config.scheduler.max_queued_requests
         + 1,
@@ -67,11 +67,11 @@ _RAYS = (
     *("host", "port", "max_connections", "keep_alive_seconds", "drain_seconds"),
     *("log_level", "log_format", "ray_address"),
 )
-"""Settings that have no meaning where Serve's own proxies are in front."""
+"""Settings without a meaning behind Serve's own proxies."""
 
 
 class Ingress:
-    """The HTTP server of `kvweave serve`, before engines that run elsewhere."""
+    """The HTTP server of `kvweave serve`, with engines in other processes."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, handle: Any, server: ServerConfig, cluster: ClusterConfig
@@ -91,7 +91,7 @@ class Ingress:
 
 
 class _Through(Response):
-    """Lets an ASGI application answer in a response's place."""
+    """A response that an ASGI application sends."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Through(Response):
 
 
 def app(arguments: dict[str, Any]) -> Application:
-    """For `serve run` and Serve's YAML files. Keys may come from the environment here, too."""
+    """For `serve run` and Serve's YAML files. API keys may also come from the environment."""
     keys = {name: os.environ.get(f"KVWEAVE_{name.upper()}") for name in _KEYS}
     config, cluster, server = settings({**keys, **arguments})
     ingress = serve.deployment(
@@ -112,7 +112,7 @@ def app(arguments: dict[str, Any]) -> Application:
 
 
 def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, ServerConfig]:
-    """Flags by name, as texts or values; ConfigError names all that are unknown or unreadable."""
+    """Settings by name, as texts or values; ConfigError lists all problems."""
     problems = [
         f"{name} is not set here, but in Ray's settings" for name in _RAYS if name in arguments
     ]
@@ -121,24 +121,23 @@ def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, Se
     values = read(left, kinds_of(*groups), problems)
     config, cluster, server = make(groups, values, problems)
     config.warn_without_effect(values)
-    if not server.has_key:  # Serve's proxies listen wherever they are told to
+    if not server.has_key:  # Serve's proxies choose the address
         server = replace(server, host="0.0.0.0", explorer_hide_text=True)
     return config, cluster, server
 
 
 _NAME = "kvweave"
-"""Of the Serve application."""
+"""Name of the Serve application."""
 
 
 @contextmanager
 def running_engines(
     config: EngineConfig, cluster: ClusterConfig, router: RequestRouterConfig | None = None
 ) -> Iterator[tuple[RemoteEngine, EngineInfo]]:
-    """Replicas that are up, within the block.
+    """Running replicas, within the block.
 
-    Ray is started for them, on this machine's loopback, unless there is a cluster to join; what was
-    started is stopped. `router`: another than ours, for comparisons. Raises
-    ConfigError, UnsupportedModelError.
+    Starts Ray on this machine's loopback, unless there is a cluster to join, and stops it at the
+    end. `router`: another one, for comparisons. Raises ConfigError, UnsupportedModelError.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if cluster.ray_address is None:
@@ -155,26 +154,26 @@ def running_engines(
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         try:
             handle = serve.run(engines(config, cluster, router), name=_NAME, route_prefix=None)
-        except RuntimeError as error:  # Serve's word for replicas that do not come up
+        except RuntimeError as error:  # from Serve, if replicas do not start
             raise UnsupportedModelError(f"the replicas do not start: {reason(error)}") from error
         try:
             facts: EngineInfo = handle.facts.remote().result()
             yield RemoteEngine(handle, facts), facts
         finally:
-            serve.delete(_NAME)  # the cluster may go on without us
+            serve.delete(_NAME)  # a joined cluster keeps running
     finally:
         ray.shutdown()
 
 
 def _check_room(cluster: ClusterConfig) -> None:
-    """Ray would wait for ever for what it does not have."""
+    """ConfigError if Ray lacks CPUs or GPUs: it would wait for them without end."""
     has = ray.cluster_resources()
     wants = {
         "CPU": cluster.replicas * cluster.cpus_per_replica,
         "GPU": cluster.replicas * cluster.gpus_per_replica,
     }
     problems = [
-        f"--replicas {cluster.replicas} want {wanted:g} {kind}s, and Ray has {has.get(kind, 0):g}"
+        f"--replicas {cluster.replicas} need {wanted:g} {kind}s, and Ray has {has.get(kind, 0):g}"
         for kind, wanted in wants.items()
         if wanted > has.get(kind, 0)
     ]

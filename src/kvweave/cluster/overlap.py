@@ -1,9 +1,9 @@
-"""What of a prompt each replica has already, as its cache events tell, and which should answer.
+"""Overlap of a prompt with each replica's cache, from cache events, and the ranking of replicas.
 
 The exact prefix is found by page hashes, as in the replica's own cache. Moved text is found by
 anchors, as in the span index: the hash of one window of tokens per stride of cached text, which a
-prompt looks for at every offset. Nothing is compared token by token here: a wrong guess costs the
-router a detour, and nobody a wrong answer.
+prompt looks for at every offset. Tokens are not compared: a hash collision costs time, and cannot
+make an answer wrong.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvweave.prefix.lease import Namespace
 
 @dataclass(frozen=True, slots=True)
 class Keying:
-    """What replicas of one model have in common, so that their keys can be computed elsewhere."""
+    """Parameters of the keys, equal in all replicas of one model."""
 
     model: str
     """The loaded model's identity."""
     page_size: int
     stride: int
-    """Tokens between two anchors, and under one of them."""
+    """Tokens between two anchors, and in the window of one."""
 
 
 class PromptKeys:
-    """What one prompt is looked up by, computed once for all replicas."""
+    """Hashes of one prompt, computed once for all replicas."""
 
     def __init__(self, tokens: IntArray, salt: str | None, keying: Keying) -> None:
         """`tokens` is int32; the last one is never served from a cache."""
@@ -44,25 +44,25 @@ class PromptKeys:
         whole = (len(tokens) - 1) // keying.page_size * keying.page_size
         self.pages = list(page_hashes(tokens[:whole], keying.page_size, seed))
         self.windows = window_hashes(tokens[:-1], keying.stride, _anchor_seed(salt)).tolist()
-        """At every offset."""
+        """Window hashes at every offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Tokens of a prompt that a replica would not compute."""
+    """Tokens of a prompt that a replica would reuse."""
 
     exact: int
     moved: int
 
 
 class ReplicaView:
-    """The blocks of one replica's cache, and those that requests under way will put there."""
+    """The blocks of one replica's cache, and those that running requests will add."""
 
     def __init__(self, keying: Keying) -> None:
         self._keying = keying
         self._blocks: dict[int, _Block] = {}
         self._anchors: Counter[int] = Counter()
-        """How many blocks have each; text may be cached in many places."""
+        """Blocks per anchor; a text may be cached in several places."""
         self._expected: Counter[int] = Counter()
 
     @property
@@ -72,7 +72,7 @@ class ReplicaView:
 
     @property
     def kept(self) -> int:
-        """Tokens cached, or soon to be."""
+        """Tokens that are cached or expected."""
         return (len(self._blocks) + len(self._expected)) * self._keying.page_size
 
     def apply(self, events: Iterable[KVEvent]) -> None:
@@ -88,18 +88,18 @@ class ReplicaView:
                 self._anchors.clear()
 
     def expect(self, keys: PromptKeys) -> None:
-        """A request with this prompt goes there: the next with the same prefix may well follow."""
+        """Count the prompt of a request that is sent there as cached."""
         self._expected.update(keys.pages)
 
     def unexpect(self, keys: PromptKeys) -> None:
-        """It is over; what it left behind was told by events."""
+        """End of the request; events have reported the blocks that remain."""
         self._expected.subtract(keys.pages)
         for name in keys.pages:
             if self._expected[name] <= 0:
                 del self._expected[name]
 
     def overlap(self, keys: PromptKeys) -> Overlap:
-        """What this replica would serve of the prompt: its exact prefix, then moved text."""
+        """Tokens of the prompt that this replica would reuse: exact prefix, then moved text."""
         exact = 0
         for name in keys.pages:
             if name not in self._blocks and name not in self._expected:
@@ -111,7 +111,7 @@ class ReplicaView:
         anchors = self._anchors
         found = [at for at in range(exact, len(keys.windows)) if keys.windows[at] in anchors]
         covered, end = 0, exact
-        for at in found:  # windows that overlap count once
+        for at in found:  # overlapping windows count once
             covered += at + keys.stride - max(at, end)
             end = at + keys.stride
         return covered
@@ -122,7 +122,7 @@ class ReplicaView:
         begin = self._depth(parent)
         anchors = self._anchors_of(event, tokens, begin)
         for at, name in enumerate(event.block_hashes):
-            if name not in self._blocks:  # else it is told twice, after a loss
+            if name not in self._blocks:  # a replay after a loss repeats blocks
                 own = tokens[at * size : (at + 1) * size]
                 self._blocks[name] = _Block(parent, own, begin + (at + 1) * size, anchors[at])
                 self._anchors.update(anchors[at])
@@ -140,7 +140,7 @@ class ReplicaView:
         return 0 if block is None else block.end
 
     def _anchors_of(self, event: BlockStored, tokens: IntArray, begin: int) -> list[list[int]]:
-        """By block: hashes of the windows at multiples of the stride that end in it."""
+        """Per block: hashes of the windows at multiples of the stride that end in it."""
         stride, size = self._keying.stride, event.block_size
         before = self._up_to(event.parent_block_hash, stride - 1)
         text, start = np.concatenate([before, tokens]), begin - len(before)
@@ -151,7 +151,7 @@ class ReplicaView:
         return found
 
     def _up_to(self, name: int | None, count: int) -> IntArray:
-        """The last `count` tokens up to the end of this block, or fewer if some are not known."""
+        """The last `count` tokens up to the end of this block; fewer if some are unknown."""
         runs, length = [np.empty(0, np.int32)], 0
         while length < count and name is not None and (block := self._blocks.get(name)):
             runs.append(block.tokens)
@@ -167,12 +167,12 @@ class _Block:
         self.parent = parent
         self.tokens = tokens
         self.end = end
-        """Its last token's position, plus one."""
+        """Position after its last token."""
         self.anchors = anchors
 
 
 def _anchor_seed(salt: str | None) -> int:
-    """Replicas serve one model, so the salt alone tells namespaces apart."""
+    """Replicas serve one model, so the salt alone separates namespaces."""
     return namespace_seed(Namespace("", salt=salt))
 
 
@@ -181,13 +181,15 @@ _Replica = TypeVar("_Replica")
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`moved`: what a moved token is worth, an exact one being worth 1.
+    """Weights of the ranking.
 
-    `load`: what a token of work that waits weighs against one that is saved. Below 1, since what
-    waits is over soon, and what is computed in a second place takes room there for long.
+    `moved`: worth of a moved token; an exact one is worth 1.
 
-    `least_share`: overlap below this share of the prompt is ignored. A system prompt that all
-    share would else draw every new conversation to where the first one went.
+    `load`: weight of a token of waiting work against a saved token. Below 1, since waiting work
+    ends soon, and a second copy of computed text uses memory for long.
+
+    `least_share`: overlap below this share of the prompt is ignored. Otherwise a common system
+    prompt would send every new conversation to the same replica.
     """
 
     moved: float = 0.7
@@ -197,29 +199,27 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """How a replica stands towards one prompt. All in tokens."""
+    """A replica's figures for one prompt, in tokens."""
 
     overlap: Overlap
     load: int
-    """Work that it was given and has not finished."""
+    """Unfinished work."""
     kept: int
-    """What its cache holds."""
+    """Tokens in its cache."""
 
 
-def score(standing: ReplicaLoad, length: int, weights: Weights) -> float:
-    """Tokens that this replica saves, less what stands in the way."""
-    saved = standing.overlap.exact + weights.moved * standing.overlap.moved
+def score(replica: ReplicaLoad, length: int, weights: Weights) -> float:
+    """Tokens that this replica saves, less its weighted load."""
+    saved = replica.overlap.exact + weights.moved * replica.overlap.moved
     worth = saved if saved >= weights.least_share * length else 0.0
-    return worth - weights.load * standing.load
+    return worth - weights.load * replica.load
 
 
-def ranked(
-    standings: Mapping[_Replica, ReplicaLoad], length: int, weights: Weights
-) -> list[_Replica]:
-    """Best first. Of equals, the one that keeps least: so new conversations spread."""
+def ranked(loads: Mapping[_Replica, ReplicaLoad], length: int, weights: Weights) -> list[_Replica]:
+    """Best first. Equal ones by the least cached tokens, which spreads new conversations."""
 
     def order(replica: _Replica) -> tuple[float, int]:
-        standing = standings[replica]
-        return -score(standing, length, weights), standing.kept
+        load = loads[replica]
+        return -score(load, length, weights), load.kept
 
-    return sorted(standings, key=order)
+    return sorted(loads, key=order)

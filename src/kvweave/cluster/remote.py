@@ -1,4 +1,4 @@
-"""Engines elsewhere, in the shape of the one that a server holds."""
+"""`RemoteEngine`: replicas behind the interface of the server's engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("kvweave.cluster")
 _REFRESH_SECONDS = 1.0
 _BROADCAST_SECONDS = 10.0
 _TRIES = 3
-"""For a request whose replica dies before it said anything."""
+"""Attempts for a request whose replica dies before its first delta."""
 
 
 class RemoteEngine:
@@ -36,21 +36,21 @@ class RemoteEngine:
     def __init__(self, handle: DeploymentHandle, facts: EngineInfo) -> None:
         self.tokenizer = facts.tokenizer
         self.alive = True
-        """Whether any replica answered when last asked."""
+        """Whether a replica answered the last query."""
         self._handle = handle
         self._snapshot = EngineSnapshot()
         self._refreshing: asyncio.Task[None] | None = None
         self._live: dict[str, Any] = {}
-        """Ray's streams of requests under way, by rid."""
+        """Ray's streams of running requests, by rid."""
         self._aborting: set[asyncio.Future[Any]] = set()
-        """Referred to here, or they might be collected before they have run."""
+        """References that keep running tasks from garbage collection."""
 
     async def start(self) -> None:
         await self._refresh()
         self._refreshing = asyncio.create_task(self._keep_refreshing())
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Replicas go on without us; what runs here ends."""
+        """End this server's requests; the replicas keep running."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle(), drain_seconds)
         for rid in list(self._live):
@@ -59,9 +59,9 @@ class RemoteEngine:
             self._refreshing.cancel()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
-        """As AsyncEngine.generate, though what cannot be served is refused with the first delta.
+        """As AsyncEngine.generate, except that refusals come with the first delta.
 
-        A replica that dies before it said anything costs time only: another one is asked.
+        If a replica dies before the first delta, another one takes the request.
         """
         for tries_left in reversed(range(_TRIES)):
             said = False
@@ -75,7 +75,7 @@ class RemoteEngine:
                     raise RequestError(
                         "the replica that worked on this answer died; ask again", status=503
                     ) from None
-                logger.warning("rid=%s lost its replica and is asked again", request.rid)
+                logger.warning("rid=%s lost its replica and goes to another one", request.rid)
 
     def abort(self, rid: str) -> None:
         """End a request; its answers finish with "abort". Unknown ids are ignored."""
@@ -85,7 +85,7 @@ class RemoteEngine:
             task.add_done_callback(self._aborted)
 
     async def flush_cache(self, timeout: float = 0.0) -> None:
-        """All replicas forget all; RequestError names the first that could not within `timeout`."""
+        """Clear all caches; RequestError from the first replica that cannot within `timeout`."""
         await self._broadcast("flush_cache", timeout, patience=timeout)
 
     def snapshot(self) -> EngineSnapshot:
@@ -93,20 +93,20 @@ class RemoteEngine:
         return self._snapshot
 
     async def run_on_engine_thread(self, at: Callable[[Engine], T]) -> T:
-        """There is no one engine to look into."""
+        """Not available: there is no single engine to inspect."""
         raise RequestError(
             "the explorer looks into one engine, and several stand behind this server", status=501
         )
 
     async def _ask(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
-        if request.rid in self._live:  # replicas know their own only
+        if request.rid in self._live:  # replicas check their own rids only
             raise RequestError(f"a request with rid {request.rid!r} is running", param="rid")
         stream = self._handle.options(stream=True).generate.remote(request)
         self._live[request.rid] = stream
         try:
             async for delta in stream:
                 yield delta
-        except RayTaskError as failure:  # what the engine raised, as it raised it
+        except RayTaskError as failure:  # the engine's own exception
             raise failure.cause from None
         except DeploymentUnavailableError:
             raise RequestError("no replica is running; try again later", status=503) from None
@@ -127,38 +127,38 @@ class RemoteEngine:
     def _aborted(self, task: asyncio.Future[Any]) -> None:
         self._aborting.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            logger.warning("not every replica heard of an abort: %s", task.exception())
+            logger.warning("an abort did not reach every replica: %s", task.exception())
 
     async def _keep_refreshing(self) -> None:
         while True:
             await asyncio.sleep(_REFRESH_SECONDS)
             try:
                 await self._refresh()
-            except Exception:  # the next try may go better; without one, nothing here would change
+            except Exception:  # keep refreshing: the next try may succeed
                 self.alive = False
-                logger.warning("the replicas could not be asked how they are", exc_info=True)
+                logger.warning("the replicas did not report their state", exc_info=True)
 
     async def snapshots(self) -> list[EngineSnapshot]:
-        """Of each replica that runs, in no particular order; TimeoutError if one hangs."""
+        """Snapshots of all running replicas, unordered; TimeoutError if one hangs."""
         try:
             answers = await self._handle.broadcast("snapshot").results_async(
                 timeout_s=_BROADCAST_SECONDS, return_exceptions=True
             )
-        except DeploymentUnavailableError:  # all have died, and Ray is starting others
+        except DeploymentUnavailableError:  # all have died; Ray starts others
             return []
         return [each for each in answers if isinstance(each, EngineSnapshot)]
 
     async def _refresh(self) -> None:
         try:
             snapshots = await self.snapshots()
-        except TimeoutError:  # that says nothing of the others; the figures stay as they were
+        except TimeoutError:  # one hangs; the figures of the last refresh stay
             self.alive = await self._any_answers()
             return
         self.alive = bool(snapshots)
         self._snapshot = total(snapshots)
 
     async def _any_answers(self) -> bool:
-        """Whether the one that Ray chooses does, as it would for a request."""
+        """Whether the replica that Ray would choose for a request answers."""
         try:
             await asyncio.wait_for(self._handle.snapshot.remote(), _BROADCAST_SECONDS)
         except Exception:
@@ -171,7 +171,7 @@ class RemoteEngine:
 
 
 def total(snapshots: Iterable[EngineSnapshot]) -> EngineSnapshot:
-    """All gauges and counters added up, those by name under each name."""
+    """Sums of all gauges and counters; mappings are added key by key."""
     sums: dict[str, Any] = {}
     for snapshot in snapshots:
         for name in (item.name for item in fields(EngineSnapshot)):

@@ -1,4 +1,4 @@
-"""One engine as a Ray Serve deployment: as many of these run as there are replicas."""
+"""One engine as a Ray Serve deployment, of which each replica runs one."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from kvweave.prefix.registry import exact_form
 from kvweave.server.model_card import EngineInfo
 
 _HANGS_AFTER = 120.0
-"""Seconds without the end of a step, after which the engine is held to hang."""
+"""Seconds without the end of a step after which the engine counts as hanging."""
 _MOST_UNREAD = 10_000
-"""Batches of events kept for a router that does not look; it asks for what it missed."""
+"""Batches of events kept for a slow router, which requests a replay of missed ones."""
 
 
 class EngineReplica:
     """Loads the model, runs the engine, and publishes its cache's events for routers.
 
-    Methods are called through a deployment handle; those without a reason to prefer one replica are
-    meant to be broadcast.
+    Methods are called through a deployment handle; `abort` and `flush_cache` are broadcast.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, config: EngineConfig, threads: int | None = None
     ) -> None:
         """`threads`: CPU threads of this replica's arithmetic; torch's own choice without it."""
-        # Here: Ray unpickles this class where no model runs as well.
+        # Imported here: Ray unpickles this class also in processes without a model.
         import torch
 
         from kvweave.engine.async_engine import AsyncEngine
@@ -62,14 +61,14 @@ class EngineReplica:
         await self._engine.start()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Ray Serve hands this to every router, once: how to follow this replica's cache."""
+        """For Ray Serve, which passes it to every router: how to follow this replica's cache."""
         return self._metadata
 
     async def check_health(self) -> None:
-        """Ray Serve replaces a replica that raises here, as a rule three times.
+        """Ray Serve replaces a replica that raises here, by default three times.
 
-        A step that does not end is found by asking for something between two steps, while somebody
-        waits for an answer: when idle, the engine heals, and would stop for it.
+        A hanging step is detected by a task between two steps. It is queued only while requests
+        run: when idle, the engine heals, and the task would interrupt that.
         """
         if not self._engine.alive:
             raise EngineDeadError("the engine has stopped")
@@ -84,11 +83,11 @@ class EngineReplica:
             self._asked = time.monotonic(), between_steps
 
     async def facts(self) -> EngineInfo:
-        """All replicas say the same."""
+        """Equal in all replicas."""
         return self._facts
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
-        """Deltas of all answers; when the caller goes away, the request is aborted."""
+        """Deltas of all answers; the request is aborted if the caller disconnects."""
         stream = self._engine.generate(request)
         self._answering += 1
         try:
@@ -112,7 +111,7 @@ class EngineReplica:
 
 
 def _publishing(config: EngineConfig, address: str) -> EngineConfig:
-    """`config`, with events on ports of this machine that the system chooses."""
+    """`config` with events on ports that the system chooses."""
     anywhere = f"tcp://{address}:0"
     events = {
         "endpoint": anywhere,

@@ -1,7 +1,7 @@
-"""Ray Serve's request router for engines: asks the replica that has most of the prompt already.
+"""Ray Serve's request router for engines: sends a prompt to the replica with the most overlap.
 
-Runs wherever a handle to the engines is used, and follows each replica's cache events itself. What
-it knows is a guess: a replica answers right whether the guess was or not.
+Runs in every process with a handle to the engines and follows each replica's cache events. Its
+view may be out of date, which costs time and never correctness.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvweave.engine.types import GenerateRequest
 from kvweave.events.follower import EventFollower
 
 _MOST_OUTPUT = 256
-"""Tokens of output that count as load; few answers use all that they may."""
+"""Most output tokens that count as load; few answers use all of max_tokens."""
 _UNSENT_SECONDS = 60.0
-"""After which a request that never reached its replica is forgotten."""
+"""After this time a request that never reached its replica is forgotten."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Booking:
 
 
 class _Followed:
-    """One replica, as far as this router knows it."""
+    """This router's view of one replica."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.keying = Keying(metadata["model"], metadata["page_size"], metadata["stride"])
@@ -75,11 +75,11 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
     """For deployments of EngineReplica whose streaming calls take a GenerateRequest."""
 
     def initialize_state(self, **weights: float) -> None:
-        """`weights` are those of `ranking.Weights`."""
+        """`weights`: fields of `overlap.Weights`."""
         self._weights = Weights(**weights)
         self._followed: dict[ReplicaID, _Followed] = {}
         self._bookings: dict[str, _Booking] = {}
-        """By Serve's internal request id."""
+        """Bookings by Serve's internal request id."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -98,7 +98,7 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """All candidates, one a rank, the best first; together where there is nothing to rank."""
+        """All candidates, one per rank, best first; in one rank if there is nothing to rank."""
         request = _prompt_of(pending_request)
         known = [each for each in candidate_replicas if each.replica_id in self._followed]
         if request is None or pending_request is None or not known:
@@ -119,7 +119,7 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """The replica took it; it may be another than the best, if that one was full."""
+        """The replica accepted it; this may be another than the best, if that one was full."""
         booking = self._bookings.get(pending_request.metadata.internal_request_id)
         if booking is None:
             return
@@ -131,9 +131,9 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
                 self._followed[replica_id].book(booking)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It is no load any more. Whatever is asked of replicas ends here, broadcasts too."""
+        """Remove its load. Called for every call of a replica, broadcasts too."""
         booking = self._bookings.get(internal_request_id)
-        if booking is not None and booking.replica == replica_id:  # else it was sent on from there
+        if booking is not None and booking.replica == replica_id:  # otherwise it was rerouted
             del self._bookings[internal_request_id]
             self._release(booking)
 
@@ -142,13 +142,13 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
 
     def _book(self, pending: PendingRequest, booking: _Booking) -> None:
         name = pending.metadata.internal_request_id
-        if (before := self._bookings.pop(name, None)) is not None:  # it is being tried again
+        if (before := self._bookings.pop(name, None)) is not None:  # a retry
             self._release(before)
         self._bookings[name] = booking
         self._followed[booking.replica].book(booking)
 
     def _forget_unsent(self) -> None:
-        """Requests that never reached a replica do not end there either."""
+        """Drop bookings of requests that never reached a replica, and so never complete there."""
         latest = time.monotonic() - _UNSENT_SECONDS
         for name, booking in list(self._bookings.items()):  # the oldest first
             if booking.time > latest:

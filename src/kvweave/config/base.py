@@ -1,4 +1,4 @@
-"""What all groups of settings share: names, types, reading of values, and checks.
+"""Names, types, reading and checks of settings, for all groups.
 
 A group is a frozen dataclass. Its class attribute PREFIX, if there is one, stands in front of every
 field's name in flags, files and the environment. A field's `metadata` carries the `help` of its
@@ -28,7 +28,7 @@ _TRUTHS = {"true": True, "false": False}
 
 
 def flag(default: Any, help: str, **extra: Any) -> Any:
-    """A field with what its flag says."""
+    """A field with its default and the metadata of its flag."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -47,7 +47,7 @@ def _setting(group: Any, name: str) -> str:
     return prefix + name
 
 
-# What follows takes groups and dataclasses of groups, such as EngineConfig; instances or classes.
+# The following functions take groups and dataclasses of groups, such as EngineConfig.
 
 
 def groups_of(*configs: Any) -> Iterator[Any]:
@@ -144,7 +144,7 @@ def _make(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """A hint at the name that was probably meant, if one is near."""
+    """A hint at the nearest known name, or an empty text."""
     close = difflib.get_close_matches(wrong, list(known), 1)
     return f" (did you mean {close[0]}?)" if close else ""
 

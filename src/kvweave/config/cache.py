@@ -11,7 +11,7 @@ from kvweave.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """What KV is kept, how much, and what goes first."""
+    """The prefix cache backend, the pool's size and the order of eviction."""
 
     prefix_cache_backend: str = flag("hash", "Which KV is reused.", choices="prefix-cache-backends")
     page_size: int = flag(16, "Slots per page, the unit in which KV is owned and shared.")
@@ -20,7 +20,7 @@ class CacheConfig:
         0.5, "Share of free memory for the KV pool, without --max-total-tokens."
     )
     radix_eviction_policy: str = flag(
-        "lru", "Which cached pages go first.", choices=("lru", "lfu", "slru", "priority")
+        "lru", "Which cached pages are evicted first.", choices=("lru", "lfu", "slru", "priority")
     )
     cold_group_wait: bool = flag(
         True,

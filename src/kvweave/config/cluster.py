@@ -10,7 +10,7 @@ from kvweave.config.base import flag, positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """How many engines stand behind one server; more than one run as Ray Serve replicas."""
+    """Number and resources of the engines; Ray Serve runs more than one as replicas."""
 
     replicas: int = flag(1, "Engines behind this server; above 1, Ray Serve runs them.")
     cpus_per_replica: float = flag(

@@ -1,4 +1,4 @@
-"""What --kv-events-config may say: JSON, with vLLM's and SGLang's keys and meanings."""
+"""Settings of cache events: the JSON of --kv-events-config, with vLLM's and SGLang's keys."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ FLAG = "--kv-events-config"
 _SCHEMES = ("tcp://", "ipc://", "inproc://")
 _BINDABLE = ("*", "::", "0.0.0.0")
 _TOO_MANY = 2**31 - 1
-"""For ZeroMQ, which counts in 32 bits."""
+"""ZeroMQ counts in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsConfig:
-    """Where cache events go. Sizes count batches; one batch holds what one step changed."""
+    """Addresses and limits of publishing. Sizes count batches; a batch holds one step's changes."""
 
     publisher: str = "zmq"
     """"zmq", or "null" for none."""
     enable_kv_cache_events: bool = True
     """vLLM's switch; False is `publisher` "null"."""
     endpoint: str = "tcp://*:5557"
-    """Of the PUB socket."""
+    """Address of the PUB socket."""
     bind: bool | None = None
     """Bind or connect; None binds wildcard, ipc and inproc addresses, and connects to others."""
     replay_endpoint: str | None = None
-    """Of the ROUTER socket that sends past batches again; none without it."""
+    """Address of the ROUTER socket that sends past batches again; None: no replay."""
     buffer_steps: int = 10_000
     """Past batches kept for replay."""
     hwm: int = 100_000
-    """Batches that may wait for one slow subscriber; it misses what comes beyond."""
+    """Batches that may wait for one slow subscriber; it misses later ones."""
     max_queue_size: int = 100_000
-    """Batches that may wait to be sent; what comes beyond is dropped, and counted."""
+    """Batches that may wait to be sent; later ones are dropped and counted."""
     topic: str = ""
     format: str = "map"
-    """How an event is written: "map" as today's vLLM and SGLang do, "array" as older ones did."""
+    """Form of an event: "map" in today's vLLM and SGLang, "array" in older ones."""
 
     @classmethod
     def wanted(cls, text: str | None) -> EventsConfig | None:
-        """As `parse`; None where nothing is to be published."""
+        """As `parse`; None if nothing is to be published."""
         config = None if text is None else cls.parse(text)
         if config is None or config.publisher == "null" or not config.enable_kv_cache_events:
             return None
@@ -50,7 +50,7 @@ class EventsConfig:
 
     @classmethod
     def parse(cls, text: str) -> EventsConfig:
-        """Read the flag's JSON; ConfigError names everything that is wrong with it."""
+        """Read the flag's JSON; ConfigError names all problems."""
         try:
             given = json.loads(text)
         except ValueError as error:
@@ -103,7 +103,7 @@ class EventsConfig:
         return scheme != "tcp" or host in _BINDABLE
 
     def described(self, block_size: int) -> dict[str, Any] | None:
-        """What routers read in /server_info, in SGLang's words; None for what they cannot reach."""
+        """The keys of /server_info that SGLang's routers read; None without a TCP address."""
         found = _tcp(self.endpoint)
         if found is None:
             return None
@@ -121,7 +121,7 @@ class EventsConfig:
 
 
 def _tcp(endpoint: str) -> tuple[str, int] | None:
-    """Host and port, where both are known beforehand."""
+    """Host and port of a TCP address; None if one of them is open."""
     scheme, _, address = endpoint.partition("://")
     host, _, port = address.rpartition(":")
     if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 2**16:

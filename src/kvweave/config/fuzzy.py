@@ -10,28 +10,30 @@ from kvweave.config.base import flag, flag_name, positive, share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzyConfig:
-    """Reuse beyond the prefix; read by the backends that offer it."""
+    """Settings of the backends that reuse KV beyond the prefix."""
 
     PREFIX: ClassVar[str] = "fuzzy_"
 
-    provider: str = flag("spans", "Who nominates donors.", choices="fuzzy-providers")
+    provider: str = flag(
+        "spans", "The provider that proposes text to reuse.", choices="fuzzy-providers"
+    )
     min_span: int = flag(32, "Shortest run of tokens worth moving.")
     min_suffix: int = flag(8, "Tokens at the end of every prompt that are always computed.")
     min_reuse_ratio: float = flag(
-        0.1, "Least share of a prompt that moved spans must serve, else none."
+        0.1, "Least share of a prompt that moved spans must serve; below it, none is moved."
     )
-    sink_tokens: int = flag(4, "First tokens of prompts that are never moved, neither from nor to.")
+    sink_tokens: int = flag(4, "First tokens of prompts that are never moved.")
     stride: int = flag(16, "Tokens between two anchors of the span index.")
     max_share: float = flag(
-        1.0, "Most of a prompt that moved spans may serve; 0 demands exactness."
+        1.0, "Most of a prompt that moved spans may serve; 0: exact reuse only."
     )
-    refresh: float = flag(
-        0.0, "Share of what moved spans serve that is computed again: 0 none, 1 all."
-    )
+    refresh: float = flag(0.0, "Share of moved tokens that is computed again: 0 none, 1 all.")
     refresh_strategy: str = flag(
-        "mix", "Who chooses what is computed again.", choices="fuzzy-refresh-strategies"
+        "mix", "How the tokens to compute again are chosen.", choices="fuzzy-refresh-strategies"
     )
-    time_budget_ms: float = flag(50.0, "A provider that takes longer loses this request's reuse.")
+    time_budget_ms: float = flag(
+        50.0, "Time limit of a provider; a request whose provider is late reuses the prefix only."
+    )
     self_check: str = flag(
         "on",
         "Measure once per model whether moved text changes its answers; if it does, reuse exactly "
@@ -39,44 +41,39 @@ class FuzzyConfig:
         choices=("on", "off", "require"),
     )
     self_check_max_kl: float = flag(
-        0.1, "Most that the self-check's next tokens may differ from cold ones: mean KL, in nats."
+        0.1, "Largest difference of the self-check's next tokens from cold ones: mean KL, in nats."
     )
     self_check_max_decoys: int = flag(
-        0, "Most answers of the self-check that may give the fact of a nearly equal text."
+        0, "Most answers of the self-check that may state the fact of a nearly equal text."
     )
     semantic_embedder: str = flag(
         "minilm",
-        "What the semantic provider compares meanings with; both are packages of their own.",
+        "The semantic provider's embedding model; each needs its package.",
         choices="embedders",
     )
-    semantic_threshold: float = flag(
-        0.8, "Least likeness, up to 1, of other words that say the same."
-    )
-    semantic_min_span: int = flag(
-        4, "Shortest run of tokens worth serving in other words; fewer are computed along."
-    )
+    semantic_threshold: float = flag(0.8, "Least cosine similarity, up to 1, of a paraphrase.")
+    semantic_min_span: int = flag(4, "Shortest run of tokens that is served as a paraphrase.")
     semantic_max_share: float = flag(
-        0.25, "Most of a prompt that may be served in other words; 0: none of it."
+        0.25, "Most of a prompt that may be served as paraphrases; 0: none."
     )
     semantic_budget_ms: float = flag(
         25.0,
-        "Time that a prompt may wait for meanings to be compared, where that may help it; as much "
-        "again for a verifier.",
+        "Time that a prompt may wait for its embedding, if a paraphrase is possible; a verifier "
+        "gets the same time again.",
     )
     verifier: str = flag(
-        "none", "Who else may object to what is served in other words.", choices="verifiers"
+        "none", "A second check of paraphrases, which may refuse them.", choices="verifiers"
     )
     verifier_model: str | None = flag(
-        None, "Folder or Hugging Face name of the model that the verifier nli asks."
+        None, "Folder or Hugging Face name of the model of the verifier nli."
     )
     semantic_index_tokens: int = flag(
-        131_072, "Tokens whose meaning is remembered; the oldest make room."
+        131_072, "Tokens whose embeddings are kept; the oldest are dropped first."
     )
-
     heal: bool = flag(
-        False, "When idle, compute exactly what was served approximately, for whoever asks again."
+        False, "When idle, compute approximately served prompts exactly, for later requests."
     )
-    heal_queue: int = flag(256, "Prompts that may wait for that; the oldest give way.")
+    heal_queue: int = flag(256, "Prompts that may wait for that; the oldest are dropped first.")
 
     def problems(self) -> list[str]:
         found = positive(

@@ -9,7 +9,7 @@ from kvweave.config.base import flag, positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What is served, and in which numbers."""
+    """The model, its number type, its device and its attention."""
 
     model: str | None = flag(
         None,
@@ -30,7 +30,7 @@ class ModelConfig:
         None, "Longest prompt plus output; the model's own without it."
     )
     attention_backend: str = flag(
-        "auto", "Who computes attention.", choices=("auto", "cpu", "sdpa", "flashinfer")
+        "auto", "Implementation of attention.", choices=("auto", "cpu", "sdpa", "flashinfer")
     )
     chat_template: str | None = flag(
         None, "File with a Jinja chat template, instead of the model's."

@@ -9,7 +9,7 @@ from kvweave.config.base import flag, positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who runs when."""
+    """Limits of running and waiting requests, and their order."""
 
     max_running_requests: int = flag(64, "Requests that run together.")
     max_queued_requests: int = flag(1024, "Requests that may wait; more are answered 429.")

@@ -16,15 +16,15 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z\d+.-]*://[^/\s]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP surface."""
+    """Address, keys, limits, explorer and logs of the HTTP server."""
 
     host: str = flag("127.0.0.1", "Address to listen on.")
     port: int = flag(8000, "Port to listen on.")
     api_key: str | None = flag(None, "Clients must send this key; KVWEAVE_API_KEY does the same.")
     admin_api_key: str | None = flag(
         None,
-        "What operators ask (the explorer, metrics, settings, flushing, aborting) takes this key "
-        "and not the clients'; KVWEAVE_ADMIN_API_KEY does the same.",
+        "Operators must send this key, instead of the clients', for the explorer, metrics, "
+        "settings, flushing and aborting; KVWEAVE_ADMIN_API_KEY does the same.",
     )
     allowed_hosts: str | None = flag(
         None,
@@ -43,22 +43,22 @@ class ServerConfig:
     keep_alive_seconds: float = flag(5.0, "Time that a connection may be idle between requests.")
     client_seconds: float = flag(
         60.0,
-        "Time that a client may take to send the head of a request, to send its body, or to take "
-        "something of its answer.",
+        "Time that a client may take to send the head of a request, to send its body, or to read "
+        "a part of its answer.",
     )
     drain_seconds: float = flag(
-        30.0, "Time for running answers when the server is told to stop; then they are cut short."
+        30.0, "Time for running answers after the signal to stop; then they are aborted."
     )
     explorer: bool = flag(True, "Serve the page /explorer, and remember recent prompts for it.")
     explorer_hide_text: bool = flag(
-        False, "Show no text there; none is shown either where anyone may come without a key."
+        False, "Show no text there. Text is always hidden where others could read it without a key."
     )
     log_requests: bool = flag(False, "Log every request when it ends (never its text).")
     log_level: str = flag(
         "info", "How much is logged.", choices=("debug", "info", "warning", "error")
     )
     log_format: str = flag(
-        "text", "Log lines for people, or JSON objects, one a line.", choices=("text", "json")
+        "text", "Log lines as text, or as one JSON object a line.", choices=("text", "json")
     )
 
     @property
@@ -106,7 +106,7 @@ class ServerConfig:
             if getattr(self, name) == ""
         ]
         if self.api_key is not None and self.api_key == self.admin_api_key:
-            found.append("--admin-api-key must be another one than --api-key, or there is no use")
+            found.append("--admin-api-key must differ from --api-key")
         found += [
             f"--allowed-hosts lists names such as llm.example.com or *.example.com, not {name!r}"
             for name in self.hosts

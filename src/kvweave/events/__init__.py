@@ -1,6 +1,6 @@
-"""Cache events for other processes: what KV an engine holds, said as vLLM and SGLang say it.
+"""Cache events for other processes, in the format of vLLM and SGLang.
 
-Publishing and following need the extra `kvweave[events]`, which is imported when it is used.
+Publishing and following import the packages of the extra `kvweave[events]`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvweave.prefix.events import EventSink
 
 
 def open_sink(config: EventsConfig) -> EventSink:
-    """A running publisher. ConfigError says what it lacks, or which address cannot be had."""
+    """A running publisher. ConfigError names a missing package or an address that is not free."""
     try:
         from kvweave.events.publisher import ZmqPublisher
     except ModuleNotFoundError as missing:

@@ -1,7 +1,7 @@
-"""Follows a publisher from another process, kvweave's or any that speaks as vLLM and SGLang do.
+"""Follows the cache events of another process: kvweave, vLLM or SGLang.
 
-Whoever applies the events in order knows which blocks the publisher's cache holds, or fewer: where
-batches are lost for good, or cannot be read, an AllBlocksCleared stands in their place.
+Applied in order, the events give the blocks in the publisher's cache, or a subset: an
+AllBlocksCleared replaces batches that are lost or unreadable.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger("kvweave.events")
 _LAST = 2**64 - 1
 """The number -1, read without its sign."""
 _MOST_MESSAGES = 10_000
-"""Taken in one call, so that it ends however fast events come; and kept for one that is late."""
+"""Limit of one call, which ends it at any rate of events, and of the receive queue."""
 
 
 class EventFollower:
-    """Never waits and needs no thread: `drain` takes what has arrived. For one thread at a time."""
+    """`drain` takes the messages that have arrived and never waits. For one thread at a time."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class EventFollower:
         topic: str = "",
         patience: float = 1.0,
     ) -> None:
-        """Begins with what the publisher still keeps for replay, if it has an address for that.
+        """Begin with the batches that the publisher keeps for replay, if it has a replay address.
 
-        `patience`: seconds without an answer after which what was asked for counts as lost.
+        `patience`: seconds without an answer after which requested batches count as lost.
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._live = context.socket(zmq.SUB)
-        self._live.set_hwm(_MOST_MESSAGES)  # what is beyond leaves a gap, and is asked for again
+        self._live.set_hwm(_MOST_MESSAGES)  # more leave a gap and are requested again
         self._live.subscribe(topic)
         self._live.connect(endpoint)
         self._replay = context.socket(zmq.DEALER) if replay_endpoint else None
@@ -51,30 +51,30 @@ class EventFollower:
         self._next = 0
         """Number of the batch that follows the last one applied."""
         self._time = 0.0
-        """When that one was made."""
+        """Time of that batch."""
         self._asked: int | None = None
-        """The number from which on batches were last asked for again."""
+        """First number of the last replay request."""
         self._deadline: float | None = None
-        """Of the answer to that, while it is awaited."""
+        """Deadline of its answer; None if no answer is due."""
         self._held: deque[tuple[int, Batch]] = deque()
-        """Live batches that wait for it."""
+        """Live batches that wait for the replay."""
         self._ask()
 
     def wait(self, seconds: float) -> bool:
-        """Whether there was something to drain, at the latest after `seconds`."""
+        """Wait up to `seconds`; True if there are messages to drain."""
         poller = zmq.Poller()
         for taken in filter(None, (self._live, self._replay)):
             poller.register(taken, zmq.POLLIN)
         return bool(poller.poll(round(seconds * 1000)))
 
     def drain(self) -> list[KVEvent]:
-        """What became known since the last call, in order."""
+        """Events since the last call, in order."""
         events: list[KVEvent] = []
         if self._replay is not None:
             for number, payload in _arrived(self._replay):
                 if number == _LAST:
                     self._deadline = None
-                    if not self._held:  # what is lost from now on has not been asked for
+                    if not self._held:  # later losses need a new request
                         self._asked = None
                 elif number >= self._next:
                     self._apply(number, self._read(payload), events)
@@ -92,21 +92,21 @@ class EventFollower:
             self._replay.close(linger=0)
 
     def _read(self, payload: bytes) -> Batch:
-        """The batch; one that nobody can read may have removed anything."""
+        """Decode a batch; an unreadable one may have removed any block, so it clears all."""
         try:
             return decode_batch(payload)
         except ValueError as error:
-            logger.warning("%s; what this cache holds is learnt anew", error)
+            logger.warning("%s; the state of this cache is rebuilt from new events", error)
             return Batch(self._time, [AllBlocksCleared()])
 
     def _go_on(self, events: list[KVEvent]) -> None:
-        """Apply the oldest batch held, or ask for those before it."""
+        """Apply the oldest held batch, or request those before it."""
         number, batch = self._held[0]
         if number < self._next:
-            if batch.time <= self._time:  # the replay had it already
+            if batch.time <= self._time:  # the replay contained it
                 self._held.popleft()
                 return
-            events.append(AllBlocksCleared())  # the publisher began anew
+            events.append(AllBlocksCleared())  # the publisher restarted
             self._next, self._asked = 0, None
         if number > self._next and self._asked != self._next and self._ask():
             return
@@ -115,12 +115,12 @@ class EventFollower:
 
     def _apply(self, number: int, batch: Batch, events: list[KVEvent]) -> None:
         if number > self._next:
-            events.append(AllBlocksCleared())  # what was lost may have removed anything
+            events.append(AllBlocksCleared())  # lost batches may have removed any block
         self._next, self._time = number + 1, batch.time
         events += batch.events
 
     def _ask(self) -> bool:
-        """Ask for batches from the next on again, if there is anybody to ask."""
+        """Request a replay from the next batch on; False without a replay address."""
         if self._replay is None:
             return False
         self._replay.send_multipart((b"", self._next.to_bytes(8, "big")))
@@ -130,7 +130,7 @@ class EventFollower:
 
 
 def _arrived(taken: zmq.Socket[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Number and payload of the messages that are here; replays have an empty frame before."""
+    """Number and payload of each waiting message; replays have an empty frame before."""
     for _ in range(_MOST_MESSAGES):
         try:
             *_, number, payload = taken.recv_multipart(zmq.NOBLOCK)

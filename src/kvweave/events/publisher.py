@@ -1,8 +1,8 @@
-"""Sends event batches over ZeroMQ: a PUB socket says what happens, a ROUTER what happened.
+"""Publishes event batches over ZeroMQ: live on a PUB socket, replays on a ROUTER socket.
 
-A message is `topic, sequence number (8 bytes, big-endian), payload`. Whoever asks the ROUTER for a
-sequence number gets every batch that is still kept from there on, then one with number -1. A batch
-that is dropped uses up its number, so a gap in the numbers is what tells a subscriber of a loss.
+A message is `topic, sequence number (8 bytes, big-endian), payload`. A request to the ROUTER is a
+sequence number; the answer is every kept batch from there on, then a message with number -1. A
+dropped batch uses its number, so subscribers see a loss as a gap in the numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("kvweave.events")
 
 LAST = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
-_FAREWELL_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
 _LOOPBACK = ("tcp://127.", "tcp://[::1]")
 
 
@@ -39,10 +39,10 @@ class _Batch(NamedTuple):
 
 
 class ZmqPublisher:
-    """An EventSink with a thread of its own, which alone touches the sockets."""
+    """An EventSink. Only its own thread uses the sockets."""
 
     def __init__(self, config: EventsConfig) -> None:
-        """Takes the addresses at once; ConfigError says why one cannot be had."""
+        """Binds or connects at once; ConfigError gives the reason if an address cannot be used."""
         self.config = config
         self.dropped = 0
         self._next = 0
@@ -64,9 +64,9 @@ class ZmqPublisher:
         except ConfigError:
             self._close_sockets()
             raise
-        self._bell, self._ear = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ear.setblocking(False)
+        self._waker, self._wakeup = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wakeup.setblocking(False)
         self._thread = threading.Thread(target=self._work, name="kvweave-events", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -80,9 +80,9 @@ class ZmqPublisher:
         return self._next
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Hand a batch to the thread, or drop it if too many wait. One thread at a time."""
+        """Hand a batch to the thread, or drop it if the queue is full. For one caller at a time."""
         number, self._next = self._next, self._next + 1
-        if not self._thread.is_alive():  # why was said when it ended
+        if not self._thread.is_alive():  # its end was logged
             self.dropped += 1
             return
         if len(self._waiting) >= self.config.max_queue_size:
@@ -91,31 +91,31 @@ class ZmqPublisher:
                 logger.warning("KV events come faster than they are sent: batches are dropped")
             return
         self._waiting.append(_Batch(number, time.time(), events))
-        self._ring()
+        self._wake()
 
     def close(self) -> None:
-        """Send what waits, then stop."""
+        """Send waiting batches, then stop."""
         atexit.unregister(self.close)
         self._closing = True
-        self._ring()
-        self._thread.join(_FAREWELL_SECONDS)
+        self._wake()
+        self._thread.join(_CLOSE_SECONDS)
 
-    def _ring(self) -> None:
-        with suppress(BlockingIOError, OSError):  # full: it rings already; closed: nobody listens
-            self._bell.send(b"!")
+    def _wake(self) -> None:
+        with suppress(BlockingIOError, OSError):  # full: it wakes up anyway; closed: it has ended
+            self._waker.send(b"!")
 
-    # On the thread.
+    # The methods below run on the thread.
 
     def _work(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._ear, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
         if self._router is not None:
             poller.register(self._router, zmq.POLLIN)
         try:
             while not self._closing or self._waiting:
                 ready = dict(poller.poll())
-                if self._ear.fileno() in ready:
-                    self._ear.recv(4096)
+                if self._wakeup.fileno() in ready:
+                    self._wakeup.recv(4096)
                 self._send_waiting()
                 if self._router is not None and self._router in ready:
                     self._replay(self._router)
@@ -124,8 +124,8 @@ class ZmqPublisher:
             self._waiting.clear()
         finally:
             self._close_sockets()
-            self._bell.close()
-            self._ear.close()
+            self._waker.close()
+            self._wakeup.close()
 
     def _send_waiting(self) -> None:
         while self._waiting:
@@ -138,7 +138,7 @@ class ZmqPublisher:
     def _replay(self, router: zmq.Socket[bytes]) -> None:
         client, *delimiter, first = router.recv_multipart()
         if delimiter != [b""] or len(first) != 8:
-            logger.warning("a replay was asked for with something else than 8 bytes")
+            logger.warning("a replay request is not 8 bytes long and is ignored")
             return
         start = int.from_bytes(first, "big")
         for number, payload in self._sent:
@@ -155,12 +155,12 @@ class ZmqPublisher:
 
 
 def _is_open(endpoint: str) -> bool:
-    """Whether others than this machine's users reach it."""
+    """True if other machines reach it."""
     return endpoint.startswith("tcp://") and not endpoint.startswith(_LOOPBACK)
 
 
 def _attach(taken: zmq.Socket[bytes], endpoint: Any, bind: bool = True) -> str:
-    """Bind or connect; returns the address as it became (a port 0 is chosen by the system)."""
+    """Bind or connect; returns the final address (the system chooses port 0)."""
     try:
         if bind:
             taken.bind(endpoint)

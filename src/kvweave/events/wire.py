@@ -1,8 +1,8 @@
-"""The bytes of an event batch: msgpack, `[time, [events], rank]`.
+"""Encodes and decodes event batches: msgpack, `[time, [events], rank]`.
 
 Today's vLLM and SGLang write an event as a map with its `type`; until 2026 they wrote an array,
-`type` first, then the fields in the order below. Readers skip keys that they do not know, so one
-map serves both. Hashes are unsigned 64-bit integers, as vLLM's are.
+`type` first, then the fields in the order below. Readers skip unknown keys, so one map serves both.
+Hashes are unsigned 64-bit integers, as in vLLM.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgpack
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 _ORDER = ("block_hashes", "parent_block_hash", "token_ids", "block_size")
-"""Of the fields that are read."""
+"""Order of the fields that readers use."""
 
 
 class Batch(NamedTuple):
-    """What one step of an engine changed, and when, in seconds since 1970."""
+    """Changes of one engine step, and their time in seconds since 1970."""
 
     time: float
     events: list[KVEvent]
@@ -28,18 +28,18 @@ class Batch(NamedTuple):
 def encode_batch(events: Sequence[KVEvent], time: float, form: str = "map") -> bytes:
     """One message's payload; `form` is EventsConfig's `format`.
 
-    A salt that a program gives may be half a surrogate pair. UTF-8 has none, so its escape is said.
+    A salt may contain half a surrogate pair, which UTF-8 cannot encode; its escape is written.
     """
     write = _as_map if form == "map" else _as_array
-    said = [time, [write(event) for event in events], 0]
-    data: bytes = msgpack.packb(said, unicode_errors="backslashreplace")
+    content = [time, [write(event) for event in events], 0]
+    data: bytes = msgpack.packb(content, unicode_errors="backslashreplace")
     return data
 
 
 def decode_batch(payload: bytes) -> Batch:
     """A payload in either form, kvweave's or another engine's; ValueError if it is broken.
 
-    What is neither stored, removed nor cleared is skipped.
+    Events of other types are skipped.
     """
     try:
         time, events, *_ = msgpack.unpackb(payload)
@@ -49,7 +49,7 @@ def decode_batch(payload: bytes) -> Batch:
 
 
 def _fields(event: KVEvent) -> dict[str, Any]:
-    """Name and value in vLLM's order. An absent adapter is said as null: vLLM wants the keys."""
+    """Name and value in vLLM's order. An absent adapter is null: vLLM requires the keys."""
     if isinstance(event, BlockStored):
         return {
             "block_hashes": event.block_hashes,
@@ -66,32 +66,32 @@ def _fields(event: KVEvent) -> dict[str, Any]:
 
 
 def _as_map(event: KVEvent) -> dict[str, Any]:
-    said = {"type": type(event).__name__, **_fields(event)}
+    content = {"type": type(event).__name__, **_fields(event)}
     if isinstance(event, BlockStored) and event.salt is not None:
-        said["cache_salt"] = event.salt  # as SGLang says it; and as vLLM does, with first blocks
+        content["cache_salt"] = event.salt  # SGLang's key; vLLM's, for first blocks, follows
         if event.parent_block_hash is None:
-            said["extra_keys"] = [[event.salt], *[None] * (len(event.block_hashes) - 1)]
-    return said
+            content["extra_keys"] = [[event.salt], *[None] * (len(event.block_hashes) - 1)]
+    return content
 
 
 def _as_array(event: KVEvent) -> list[Any]:
     return [type(event).__name__, *_fields(event).values()]
 
 
-def _read(said: Any) -> KVEvent | None:
-    if isinstance(said, dict):
-        kind = said["type"]
+def _read(content: Any) -> KVEvent | None:
+    if isinstance(content, dict):
+        kind = content["type"]
     else:
-        kind, *values = said
-        said = dict(zip(_ORDER, values, strict=False))
+        kind, *values = content
+        content = dict(zip(_ORDER, values, strict=False))
     if kind == "BlockStored":
         return BlockStored(
-            tuple(said["block_hashes"]),
-            said["parent_block_hash"],
-            tuple(said["token_ids"]),
-            said["block_size"],
-            said.get("cache_salt"),
+            tuple(content["block_hashes"]),
+            content["parent_block_hash"],
+            tuple(content["token_ids"]),
+            content["block_size"],
+            content.get("cache_salt"),
         )
     if kind == "BlockRemoved":
-        return BlockRemoved(tuple(said["block_hashes"]))
+        return BlockRemoved(tuple(content["block_hashes"]))
     return AllBlocksCleared() if kind == "AllBlocksCleared" else None
