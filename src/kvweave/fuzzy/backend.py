@@ -1,7 +1,7 @@
 """The backend that reuses more than prefixes: a radix cache whose leases carry spans.
 
-What is approximate never spreads. A span's KV lies in pages that only its lease owns, and whatever
-is computed behind it depends on it: the lease publishes nothing from its first span on.
+Approximate KV is never shared. A span's KV lies in pages that only its lease owns, and KV computed
+behind it depends on it: a lease publishes nothing from its first span on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Gate(Protocol):
-    """Judges candidates of tier paraphrase: what they say must be what the prompt says."""
+    """Judges candidates of tier paraphrase by whether they say what the prompt says."""
 
     refused: Counter[str]
     """Candidates refused, by kind."""
@@ -105,7 +105,7 @@ class FuzzyCache(RadixCache):
                 self.tree.touch(node, lease.priority, hits=1)
 
     def pending_prefix(self, view: RequestView, matched: int) -> int:
-        """As for radix; or `matched` and what else running requests will soon be donors of."""
+        """As for radix; or `matched` plus the tokens that a running request will soon donate."""
         exact = super().pending_prefix(view, matched)
         if exact or not self.options.wait_for_pending or not self._allows(view):
             return exact
@@ -165,12 +165,12 @@ class FuzzyCache(RadixCache):
         return Guard(name, provider, donors, self._config.time_budget_ms)
 
     def _allows(self, view: RequestView) -> bool:
-        # A bound on the exact prefix asks for what lies behind it to be computed.
+        # A bound on the exact prefix means that the tokens behind it must be computed.
         wanted = self._config.max_share > 0 and self._share(view) < 1
         return view.fuzzy and view.max_exact is None and wanted
 
     def _share(self, view: RequestView) -> float:
-        """How much of what is moved is computed again; all of it is nothing moved at all."""
+        """The share of moved tokens to recompute; at 1, nothing is moved."""
         return self._config.refresh if view.recompute is None else view.recompute
 
     def _is_healed(self, view: RequestView, exact: int) -> bool:
@@ -217,7 +217,7 @@ class FuzzyCache(RadixCache):
                 self.tree.unlock(node)
 
     def _move(self, lease: RadixLease, pieces: list[Candidate], recompute: float) -> bool:
-        """Fill the lease's pages and let its plan say so; False, and no new plan, if that fails."""
+        """Fill the lease's pages and set its plan; False, and no new plan, if that fails."""
         size, spans, runs = self.page_size, [], []
         for piece in pieces:
             node = self._donors.node(piece.page)
@@ -237,7 +237,7 @@ class FuzzyCache(RadixCache):
         try:
             self._mover.move(runs)
         except IntegrityError:
-            raise  # a fault of ours, and no bad luck
+            raise  # an error of kvweave's own
         except Exception:
             self._unmoved += 1
             if self._unmoved == 1:
@@ -248,7 +248,7 @@ class FuzzyCache(RadixCache):
 
 
 def split_tiers(candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that claim equal tokens, and those that claim equal meaning."""
+    """The candidates that claim equal tokens, and those that claim equal meaning."""
     moved: list[Candidate] = []
     paraphrased: list[Candidate] = []
     for each in candidates:

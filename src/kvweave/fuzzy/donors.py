@@ -1,7 +1,7 @@
 """The live tree as the store of donors: from a page to its path, its tokens and its slots.
 
-There is no second store and no snapshot. A page that the tree holds is a donor, and one that it
-gave back is not; observing the tree keeps the map from pages to nodes right in between.
+There is no second store and no snapshot. A page is a donor while the tree holds it. Observing the
+tree keeps the map from pages to nodes up to date.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.tree import Node, RadixTree, common_prefix, upwards
 
 _CHILDREN_TRIED = 16
-"""Where a path forks and no child's whole first page agrees: how many are compared in part."""
+"""Where no child's first page is wholly equal, so many children are compared in part."""
 
 
 class DonorListener(Protocol):
-    """Whoever wants to know which donors come and go."""
+    """Is told which donors come and go."""
 
     def on_published(self, run: PublishedRun) -> None: ...
 
@@ -47,12 +47,12 @@ class DonorTree:
         self.semantic = True
         """Whether it allows its meaning to be compared."""
         self.leases: set[Lease] = set()
-        """Those that were not released yet."""
+        """Leases that are not released yet."""
         self._nodes: dict[int, Node] = {}
         """By their order, which is a unique number."""
         self._order = np.full(num_pages, -1, np.int32)
         self._depth = np.zeros(num_pages, np.int32)
-        """Pages above each page, on its path."""
+        """By page: how many pages lie above it on its path."""
         tree.observers.append(self)
 
     @property
@@ -83,7 +83,7 @@ class DonorTree:
         return np.concatenate(runs)
 
     def named(self, order: int) -> Node | None:
-        """The node with this number, if it is still there."""
+        """The node with this number, if it still exists."""
         return self._nodes.get(order)
 
     def slots(self, candidate: Candidate) -> IntArray:
@@ -124,14 +124,14 @@ class DonorTree:
         )
 
     def verified(self, view: RequestView, claim: Candidate) -> Candidate | None:
-        """The whole run around `claim` if every token that it claims is there; else None."""
+        """The whole run around `claim` if every claimed token is cached there; else None."""
         if claim.length < 1:
             return None
         run = self.run_around(view, claim.end - 1, claim.page, claim.donor_end - 1)
         return run if run is not None and run.start <= claim.start else None
 
     def _backward(self, node: Node, end: int, tokens: IntArray) -> int:
-        """How many tokens before position `end` of the path are the last ones of `tokens`."""
+        """How many tokens before position `end` of the path equal the last ones of `tokens`."""
         equal = 0
         for at in upwards(node):
             run = at.tokens[: end - equal - at.start]
@@ -155,7 +155,7 @@ class DonorTree:
         return equal, node
 
     def _best_child(self, node: Node, tokens: IntArray) -> tuple[Node | None, int]:
-        """The child that goes on as `tokens` do for longest, and for how long."""
+        """The child with the longest common prefix with `tokens`, and that length."""
         whole = node.children.get(tokens[: self.page_size].tobytes())
         if whole is not None:
             return whole, common_prefix(whole.tokens, tokens)

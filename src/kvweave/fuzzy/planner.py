@@ -1,8 +1,7 @@
-"""From runs that could be served to the ones that are: which, how much of each, or none.
+"""The planner: chooses the spans to serve from verified runs.
 
-The runs are true (verified token by token), overlap each other, and may reach into places where
-nothing may be moved. What comes out never overlaps and covers as much as the rules allow, with as
-few seams as that takes.
+Runs overlap each other and may reach into positions where nothing may be moved. The chosen spans
+do not overlap and cover as much as the rules allow, with as few seams as possible.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from kvweave.prefix.contract import Refusal
 def plan_spans(
     runs: Iterable[Candidate], length: int, exact: int, config: FuzzyConfig
 ) -> list[Candidate]:
-    """What to serve of a prompt of `length` tokens whose first `exact` are served already.
+    """The spans to serve of a prompt of `length` tokens whose first `exact` are served already.
 
-    Ascending pieces of the given runs, each at least `min_span` long. Never among them: the
-    exact prefix, the prompt's first `sink_tokens` and last `min_suffix` tokens, and a
-    donor's first `sink_tokens`, since a model leans on the very first tokens of its context
-    and their KV is like no other (StreamingLLM, arXiv 2309.17453). Nor is what goes on with the
-    exact prefix into a page that is only partly equal: computing those few tokens keeps the
-    request exact, and its pages fit for everyone.
+    They are ascending pieces of the given runs, each at least `min_span` long. Left out are the
+    exact prefix, the prompt's first `sink_tokens` and last `min_suffix` tokens, and a donor's
+    first `sink_tokens`: attention sinks at the first tokens of a context, whose KV differs from
+    all other (StreamingLLM, arXiv 2309.17453). Also left out is a run that continues the exact
+    prefix into a partly equal page: computing those few tokens keeps the request exact.
     """
     usable = []
     for run in runs:
@@ -44,7 +42,7 @@ def plan_spans(
 
 
 def refusal(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Refusal | None:
-    """Which rule keeps `plan_spans` from serving anything of `run` alone; None if it would."""
+    """The rule by which `plan_spans` serves nothing of `run` alone; None if it serves some."""
     pieces = plan_spans([run], length, exact, config)
     if pieces:
         return None
@@ -70,10 +68,7 @@ def refusal(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Ref
 
 
 def _usable(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Candidate:
-    """The part of `run` that lies where text may be moved from and to; its length may be below 1.
-
-    A donor's first tokens are never lent, the prompt's own first and last ones never served.
-    """
+    """The part of `run` that may be moved, without both texts' edges; maybe below 1 token."""
     sinks = config.sink_tokens
     start = max(run.start, exact, sinks, run.start + sinks - run.donor_start)
     return _cut(run, start, min(run.end, length - config.min_suffix))

@@ -1,14 +1,16 @@
-"""The public interface for whoever nominates donors.
+"""The public interface of providers, which nominate donors.
 
-A provider proposes, and the cache disposes: whatever `match` returns is compared with the live tree
-token by token (of tier paraphrase, fact by fact), pinned and planned before a slot is copied. So a
-provider may be wrong, late or out of date, and costs at most the reuse of the request it was asked
-for. Calls come one at a time and are waited for; one that takes longer than
-`--fuzzy-time-budget-ms` is given up on, and until it ends the provider is neither asked nor told
-anything. What can take long belongs on a thread of the provider's own.
+The cache verifies what `match` returns: it compares candidates with the live tree token by token
+(of tier paraphrase, fact by fact), pins and plans them before a slot is copied. A provider that is
+wrong, late or out of date costs at most the reuse of the request it was asked for.
 
-To add one, publish a factory (a subclass of `FuzzyMatchProvider` is one) under the entry point
-group `kvweave.fuzzy_providers`; docs/example_provider.py is a whole one.
+Calls come one at a time and the engine waits for each, for `--fuzzy-time-budget-ms` at most; until
+a late call ends, the provider is neither asked nor told anything. The engine also limits the time
+that publications take in sum, and skips some for a slow provider. Long work belongs on a thread of
+the provider's own. All arrays that a provider gets are read-only.
+
+To add a provider, publish a factory (such as a subclass of `FuzzyMatchProvider`) under the entry
+point group `kvweave.fuzzy_providers`; docs/example_provider.py is a complete one.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ class Candidate:
     """`length` prompt positions from `start` on might be served from a donor's KV.
 
     `page` names the donor: a cached page that holds the donor run's last token, or lies behind it
-    on the same path. The way from a page up to its root is unique, so the page, and `donor_start`,
-    the run's position in its donor's own prompt, say where the KV is. Positions are absolute.
+    on the same path. The path from a page up to its root is unique, so the page and `donor_start`
+    (the run's position in the donor's prompt) say where the KV is. Positions are absolute.
 
-    Of tier paraphrase, it claims no equal tokens but equal meaning: the run's `donor_tokens` stand
-    for the prompt's last `lead + length` tokens up to `end`, of which the first `lead` are computed
-    (0 where both texts are equally long). `similarity` is how alike the two are, 1 at most.
+    A candidate of tier paraphrase claims equal meaning: the run's `donor_tokens` replace the
+    prompt's `lead + length` tokens that end at `end`, of which the first `lead` are computed (0
+    where both texts are equally long). `similarity` compares the two texts, 1 at most.
     """
 
     start: int
@@ -76,9 +78,9 @@ class PublishedRun:
 
 
 class Donors(Protocol):
-    """What a provider can see of the live tree: all that is cached now, and nothing else.
+    """A provider's view of the live tree: what is cached now.
 
-    To be asked during a call into the provider only, from whichever thread; else RuntimeError.
+    Usable from any thread, but only during a call into the provider; RuntimeError outside of one.
     """
 
     @property
@@ -87,35 +89,33 @@ class Donors(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages are numbered from 0 to below this, and numbers come back for other text."""
+        """Pages have numbers below this, which are reused for other text."""
 
     @property
     def running(self) -> int:
-        """Requests that hold pages now, and whose answers wait for the processor; at any time, from
-        any thread."""
+        """Requests that run now; usable at any time, from any thread."""
 
     @property
     def decode(self) -> Callable[[IntArray], str] | None:
-        """Token ids to text, for providers that look at what a prompt says; at any time, from any
-        thread. None where there is no text."""
+        """Token ids to text; usable at any time, from any thread. None where there is no text."""
 
     def start(self, page: int) -> int:
         """The position of the page's first token on its path; -1 if it is not cached."""
 
     def tokens(self, page: int, first: int = 0) -> IntArray:
-        """The path's tokens from position `first` to the end of `page`; empty if it is not cached.
+        """The path's tokens from position `first` to the end of `page`, a copy: int32.
 
-        int32, a copy.
+        Empty if the page is not cached.
         """
 
     def run_around(
         self, view: RequestView, position: int, page: int, donor_position: int
     ) -> Candidate | None:
-        """The longest run of equal tokens in which prompt and donor meet at the given positions.
+        """The longest run of equal tokens through the given positions of prompt and donor.
 
-        Backward through the path's parents, forward through children where one goes on as the
-        prompt does. None if the tokens there differ, the page is not cached, or its namespace is
-        not the view's.
+        It extends backward through the path's parents, and forward into the child that continues
+        as the prompt does. None if the tokens there differ, the page is not cached, or its
+        namespace is not the view's.
         """
 
 
@@ -126,11 +126,10 @@ class FuzzyMatchProvider(ABC):
     """
 
     bounded: ClassVar[bool] = False
-    """Promises never to take long, whatever it is asked, and so may run on the engine's thread."""
+    """Whether no call takes long; then calls run on the engine's thread without a time limit."""
 
     zeroed_layers: frozenset[int] = frozenset()
-    """Layers whose moved KV is to be zero instead of a copy: costs most of the quality, and exists
-    so that this can be measured."""
+    """Layers whose moved KV is zeroed, not copied. For ablation: costs most of the quality."""
 
     def __init__(self, donors: Donors, config: FuzzyConfig) -> None:
         self.donors = donors
@@ -140,24 +139,21 @@ class FuzzyMatchProvider(ABC):
     def match(self, view: RequestView, exact: int) -> Iterable[Candidate]:
         """Donor runs for a prompt whose first `exact` tokens are served already.
 
-        They may overlap each other and anything else, in any order; the planner chooses. Must not
-        keep `view.tokens` without copying it.
+        They may overlap and come in any order; the planner chooses. To keep `view.tokens` beyond
+        the call, copy it.
         """
 
     def on_published(self, run: PublishedRun) -> None:  # noqa: B027  (optional)
-        """New donors are cached. Requests served approximately never get here."""
+        """New donors are cached. Approximate KV is never among them."""
 
     def on_evicted(self, pages: IntArray) -> None:  # noqa: B027  (optional)
-        """These pages are no donors any more; their numbers will come back for other text."""
+        """These pages are no donors any more; their numbers will be reused for other text."""
 
     def clear(self) -> None:  # noqa: B027  (optional)
         """Nothing is cached any more."""
 
     def settle(self, seconds: float) -> bool:
-        """Wait until nothing is left to do in the background; False if there still is something.
-
-        For tests and benches, which otherwise would be faster than any provider.
-        """
+        """Wait for background work; False if some is left. For tests and benches."""
         return True
 
     def stats(self) -> Mapping[str, float]:
