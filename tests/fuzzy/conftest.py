@@ -1,4 +1,4 @@
-"""What several files of tests share."""
+"""Fixtures of the fuzzy tests."""
 
 from __future__ import annotations
 

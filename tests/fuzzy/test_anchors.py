@@ -1,4 +1,4 @@
-"""The anchor table against a dictionary that does the same, slowly."""
+"""Tests of the anchor table against a dictionary that does the same, slowly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans in leases: what is served, what it costs others, and that nothing approximate spreads."""
+"""Tests of spans in leases: what is served, what it costs, and that nothing approximate spreads."""
 
 from __future__ import annotations
 

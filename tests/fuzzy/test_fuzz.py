@@ -1,4 +1,4 @@
-"""Thousands of random operations on the whole cache, each slot compared with what it must hold."""
+"""Random operations on the whole cache; each slot is compared with what it must hold."""
 
 from __future__ import annotations
 

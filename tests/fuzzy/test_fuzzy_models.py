@@ -1,4 +1,4 @@
-"""Moved KV in real models, of every kind of rotation that is served.
+"""Tests of moved KV in real models, with every kind of rotation that is served.
 
 In layer 0 a key depends on nothing but its token and its position, and a value on its token:
 there a moved span must equal what computing it would have given.

@@ -1,4 +1,4 @@
-"""Providers that misbehave in every way: none costs more than the reuse it was asked for."""
+"""Tests of the guard: a provider's faults cost only the reuse it was asked for."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_always_late_rests_longer_and_longer_and_comes_back() -> None:
     assert guard.match(VIEW, 0) == [ANSWER]
 
 
-def test_what_it_tells_of_itself_is_taken_down_once_a_second_when_it_is_asked_anyway() -> None:
+def test_statistics_are_read_with_match_once_a_second() -> None:
     guard, _, clock = guarded()
     provider = guard._provider
     assert isinstance(provider, Scripted)
@@ -141,7 +141,7 @@ def test_a_worker_gives_up_on_a_call_and_is_there_again_when_it_has_ended() -> N
     assert worker.run(lambda: 9, 60) == 9
 
 
-def test_a_worker_that_nobody_has_ends_its_thread() -> None:
+def test_the_thread_of_a_forgotten_worker_ends() -> None:
     worker = Worker("to be forgotten")
     worker.run(lambda: None, 60)
     [thread] = [each for each in threading.enumerate() if each.name == "to be forgotten"]

@@ -1,4 +1,4 @@
-"""Waiting for text that another prompt is computing, wherever in it that text stands."""
+"""Tests of pending donors: waiting for text that another prompt is computing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_request_waits_for_moved_text_until_it_is_there(world: World) -> None:
     assert world.admit(asking).lease.plan.served > 140
 
 
-def test_nobody_waits_for_a_producer_that_is_gone_or_will_not_publish(world: World) -> None:
+def test_a_donor_that_is_gone_or_will_not_publish_is_not_waited_for(world: World) -> None:
     first, second = overlapping(world)
     asking = world.view(second)
     producer = world.start(first)
@@ -37,7 +37,7 @@ def test_nobody_waits_for_a_producer_that_is_gone_or_will_not_publish(world: Wor
     assert world.cache.pending_prefix(asking, 0) == 0
 
 
-def test_a_producer_that_is_approximate_promises_its_exact_part_only(world: World) -> None:
+def test_an_approximate_donor_is_waited_for_in_its_exact_part_only(world: World) -> None:
     head, document = text(1, 48), text(2, 64)
     world.serve(text(3, 7) + document + text(4, 16))
     producer = world.start(head + document + text(5, 40))
@@ -49,7 +49,7 @@ def test_a_producer_that_is_approximate_promises_its_exact_part_only(world: Worl
     assert world.cache.pending_prefix(asking, 48) == 0
 
 
-def test_nobody_waits_for_little(world: World) -> None:
+def test_little_is_not_waited_for(world: World) -> None:
     document = text(1, 160)
     world.start(text(2, 7) + document)
     short = 4 * SMALL.min_span
@@ -78,7 +78,7 @@ def test_what_is_cached_already_is_not_waited_for(world: World) -> None:
     assert world.cache.pending_prefix(world.view(text(9, 44) + second[30:]), 0) == 0
 
 
-def test_a_prefix_promised_is_promised_as_a_prefix(world: World) -> None:
+def test_a_pending_prefix_counts_as_a_prefix(world: World) -> None:
     prompt = text(1, 128)
     world.start(prompt)
     asking = world.view(prompt[:96] + text(2, 32))

@@ -1,3 +1,5 @@
+"""Tests of the planner: pieces against the rules, and refusals with their reasons."""
+
 from __future__ import annotations
 
 from dataclasses import replace

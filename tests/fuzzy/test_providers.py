@@ -1,4 +1,4 @@
-"""Choosing a provider by name, and the one in the documentation."""
+"""Tests of choosing a provider by name, and of the example in the documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The span index over a real tree: what it is sure to find, and what it never says."""
+"""Tests of the span index over a real tree: what it always finds and never claims."""
 
 from __future__ import annotations
 

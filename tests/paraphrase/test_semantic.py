@@ -37,7 +37,7 @@ def tiers(running) -> list[tuple[str, int]]:
     return [(span.tier.value, span.length) for span in running.lease.plan.spans]
 
 
-def test_a_sentence_in_other_words_is_served_between_what_is_the_same(world: SemanticWorld) -> None:
+def test_a_paraphrased_sentence_between_equal_text_is_served(world: SemanticWorld) -> None:
     world.teach(prompt(DONOR))
     running = world.ask(prompt(ASKED))
     assert world.said(running) == ["child requires a passport for the journey"]
@@ -87,7 +87,7 @@ def test_a_word_or_two_are_not_worth_it(world: SemanticWorld) -> None:
         world.finish(running)
 
 
-def test_unless_one_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_minimum_serves_two_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvweave.paraphrase.gate.differing", lambda donor, recipient: None)
     world = SemanticWorld(monkeypatch, replace(SEMANTIC, semantic_min_span=2))
     world.teach(prompt("A child requires a passport for it."))
@@ -100,7 +100,7 @@ def test_unless_one_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
         world.finish(running)
 
 
-def test_nor_are_they_waited_for_between_moved_text(world: SemanticWorld) -> None:
+def test_a_word_or_two_between_moved_text_are_not_embedded(world: SemanticWorld) -> None:
     world.teach(prompt("A child requires a passport for it."))
     for sentence, compared in (("A kid needs a passport for it.", 0), ("A kid needs a card.", 1)):
         running = world.ask(story(3, 2) + " " + prompt(sentence))
@@ -114,7 +114,7 @@ def test_a_longer_donor_is_not_cut(world: SemanticWorld) -> None:
     assert world.said(world.ask(prompt(ASKED))) == []
 
 
-def test_whoever_wants_no_meaning_compared_is_neither_served_so_nor_remembered(
+def test_a_request_that_opts_out_gets_no_paraphrase_and_is_no_donor_of_any(
     world: SemanticWorld,
 ) -> None:
     world.teach(prompt(DONOR))
@@ -134,7 +134,7 @@ def test_whoever_wants_no_meaning_compared_is_neither_served_so_nor_remembered(
     world.check()
 
 
-def test_nor_is_it_served_what_others_propose(world: SemanticWorld) -> None:
+def test_opting_out_holds_whatever_a_provider_proposes(world: SemanticWorld) -> None:
     world.teach(prompt(DONOR))
     given = world.ask(prompt(ASKED)).lease.plan
     proposed = world.provider.match
@@ -155,7 +155,7 @@ def test_nothing_is_embedded_for_later_while_a_request_holds_pages(world: Semant
     assert DONOR in world.meaning.texts
 
 
-def test_a_cache_that_nobody_holds_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_cache_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SemanticWorld(monkeypatch)
     world.teach(prompt(DONOR))
     world.ask(prompt(ASKED))
@@ -212,7 +212,9 @@ def test_unknown_questions_are_taken_to_be_long(world: SemanticWorld) -> None:
     assert world.said(running) == ["child requires a passport for the journey"]
 
 
-def test_nobody_else_is_embedded_or_waits(world: SemanticWorld) -> None:
+def test_sentences_without_equal_text_around_are_not_embedded(
+    world: SemanticWorld,
+) -> None:
     world.teach(prompt(DONOR))
     known = len(world.meaning.texts)
     world.ask(story(7) + " " + ASKED + QUESTION)  # nothing in common
@@ -278,7 +280,7 @@ def test_what_deduplicated_is_not_embedded_twice(world: SemanticWorld) -> None:
     assert not any("passport" in text for text in fresh)
 
 
-def test_what_was_served_in_other_words_is_nobodys_donor(world: SemanticWorld) -> None:
+def test_a_prompt_with_a_paraphrase_is_no_donor(world: SemanticWorld) -> None:
     world.teach(prompt(DONOR))
     entries = len(world.provider.index)
     running = world.ask(prompt(ASKED))

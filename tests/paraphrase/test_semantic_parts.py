@@ -141,7 +141,7 @@ class Slow(Meaning):
         return super().encode(texts)  # type: ignore[no-any-return]
 
 
-def test_who_waits_goes_before_what_can_wait() -> None:
+def test_urgent_texts_go_before_background_tasks() -> None:
     slow, delivered = Slow(), []
     queue = EmbeddingQueue(slow, quiet=0.01)
     for text in ("first", "second"):
@@ -272,7 +272,7 @@ def test_of_late_texts_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert found is not None
 
 
-def test_an_embedder_that_fails_too_often_is_not_asked_again_by_anybody() -> None:
+def test_an_embedder_that_fails_too_often_is_not_asked_again() -> None:
     asked: list[list[str]] = []
 
     class Short(Slow):
@@ -321,7 +321,7 @@ def test_a_task_that_raises_costs_only_itself(caplog: pytest.LogCaptureFixture) 
     assert "could not be prepared" in caplog.text
 
 
-def test_a_queue_that_nobody_holds_ends() -> None:
+def test_a_closed_queue_ends_its_thread() -> None:
     queue = EmbeddingQueue(Meaning(), quiet=0.01)
     queue.vectors(HERE, ["a"], 20)
     before = [each for each in threading.enumerate() if each.name == "kvweave-embedder"]
@@ -333,7 +333,7 @@ def test_a_queue_that_nobody_holds_ends() -> None:
     assert not all(each.is_alive() for each in before)
 
 
-def test_an_embedder_that_ends_because_all_is_over_is_no_fault(
+def test_an_embedder_that_ends_at_exit_is_no_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Ending(Slow):

@@ -230,7 +230,7 @@ def test_its_paraphrases_are_judged_again(
 @pytest.mark.parametrize(
     ("protected", "likeness", "refused"), [(30, 0.95, {}), (80, 0.5, {"unlike": 1})]
 )
-def test_nor_are_questions_or_what_is_hardly_alike(
+def test_claims_in_the_question_or_of_low_similarity_are_refused(
     world: SemanticWorld,
     adapter: FakeAdapter,
     protected: int,
@@ -338,7 +338,7 @@ def test_a_prompt_is_registered_once_when_its_last_page_is_there(
     world.check()
 
 
-def test_whoever_wants_no_meaning_compared_is_unknown_to_it(
+def test_a_request_that_opts_out_is_not_shown_to_it(
     world: SemanticWorld, adapter: FakeAdapter
 ) -> None:
     prompt = world.text.encode(f"{HEAD} {DOCUMENT} {TAIL}")
