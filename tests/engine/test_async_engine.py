@@ -1,4 +1,4 @@
-"""Many clients, one engine: everything that crosses threads."""
+"""AsyncEngine: many clients, one engine on a thread of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The explorer's API: maps, donors, the tree, reasons, and what stays hidden."""
+"""The explorer's API: maps, donors, the tree, reasons, and hidden text."""
 
 import pytest
 
@@ -257,7 +257,7 @@ def test_live_prompts_are_told_with_their_phase():
 
 
 def test_an_engine_that_is_busy_for_long_is_503(client, monkeypatch):
-    monkeypatch.setattr("kvweave.explorer.routes._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("kvweave.explorer.routes._ENGINE_SECONDS", 0.0)
     reply = client.get("/explorer/api/tree")
     assert reply.status_code == 503
     assert "busy" in reply.json()["error"]["message"]

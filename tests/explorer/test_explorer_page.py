@@ -1,4 +1,4 @@
-"""The explorer's page in a real browser: what is shown, pressed, focused, and never run."""
+"""The explorer's page in a real browser: content, keyboard, focus, and injected markup."""
 
 import re
 import shutil
@@ -180,7 +180,7 @@ def test_who_is_being_answered_is_listed(open_page, server, engine):
             page = open_page(server.url)
             assert "answering" in page.get_by_role("row", name="patient").inner_text()
             engine.hold = None
-        page.get_by_text("Nobody is waiting").wait_for()
+        page.get_by_text("No request is in progress").wait_for()
 
 
 def test_the_playground_marks_the_tokens_that_differ(open_page, server, engine):

@@ -1,4 +1,4 @@
-"""What the explorer is made of: runs of sources, the bounded history, shared text."""
+"""Parts of the explorer: runs of sources, the bounded history, shared text."""
 
 from dataclasses import replace
 

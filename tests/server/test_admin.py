@@ -1,4 +1,4 @@
-"""Health, facts, metrics, tokenizing, flushing, aborting, and the log."""
+"""Routes for operators: health, facts, metrics, tokenizing, flushing, aborting; and the log."""
 
 import json
 import logging

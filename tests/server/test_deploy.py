@@ -1,4 +1,4 @@
-"""What operators copy from deploy/: it names only what there is."""
+"""The files in deploy/ name only metrics, flags and paths that exist."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A client that goes away, whenever it does, leaves nothing behind; a slow one loses nothing."""
+"""Clients that disconnect in any phase leave no state behind; slow clients lose no text."""
 
 import asyncio
 import contextlib

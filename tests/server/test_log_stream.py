@@ -1,4 +1,4 @@
-"""The log waits for its reader, and nobody waits for the log."""
+"""The log never blocks the server, whatever reads it."""
 
 import io
 import logging
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvweave.server.logs import PatientStream
+from kvweave.server.logs import QueuedStream
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def logger():
 
 def test_lines_are_written_in_order(logger):
     stream = io.StringIO()
-    handler = PatientStream(stream)
+    handler = QueuedStream(stream)
     logger.addHandler(handler)
     for number in range(100):
         logger.info("line %d", number)
@@ -33,7 +33,7 @@ def test_lines_are_written_in_order(logger):
 def test_a_reader_who_stops_holds_up_nobody_and_hears_what_was_lost(logger):
     read, write = os.pipe()
     with os.fdopen(read, "rb") as reader, os.fdopen(write, "w") as stream:
-        handler = PatientStream(stream, most=50)
+        handler = QueuedStream(stream, max_lines=50)
         logger.addHandler(handler)
         for _ in range(500):  # far more than a pipe and the queue hold
             logger.info("%s", "x" * 2000)
@@ -56,7 +56,7 @@ def test_a_stream_that_takes_nothing_costs_nobody_anything(logger, what):
         stream = io.StringIO()
         if what == "closed":
             stream.close()
-    handler = PatientStream(stream)
+    handler = QueuedStream(stream)
     if what == "none":
         handler._stream = None
     logger.addHandler(handler)
@@ -69,8 +69,8 @@ def test_a_stream_that_takes_nothing_costs_nobody_anything(logger, what):
 def test_at_the_end_all_is_written_and_a_reader_who_stopped_is_not_waited_for():
     script = (
         "import logging, sys\n"
-        "from kvweave.server.logs import PatientStream\n"
-        "logging.basicConfig(level='INFO', format='%(message)s', handlers=[PatientStream()])\n"
+        "from kvweave.server.logs import QueuedStream\n"
+        "logging.basicConfig(level='INFO', format='%(message)s', handlers=[QueuedStream()])\n"
         "for n in range(int(sys.argv[1])): logging.info('%5d' + 'x' * 1000, n)\n"
     )
 

@@ -1,4 +1,4 @@
-"""What is hardly HTTP, or hardly JSON: answered in words where somebody is left to answer."""
+"""Malformed HTTP and JSON: refused in words while the connection is open."""
 
 import gzip
 import json

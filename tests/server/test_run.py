@@ -1,4 +1,4 @@
-"""Taking an address, draining on the way out, cutting short what outlasts the drain."""
+"""Binding an address, draining on shutdown, and aborting what outlasts the drain."""
 
 import asyncio
 import json

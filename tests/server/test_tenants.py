@@ -1,4 +1,4 @@
-"""What one tenant can learn of another: nothing that depends on what the other one has cached.
+"""Tenants cannot learn what others have cached.
 
 Two servers differ only in what tenant A sent them. Whatever B then sends, both must answer the
 same, to the byte: bodies, headers, plans, orders, errors. `kvweave bench salts` measures time.

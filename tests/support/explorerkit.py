@@ -1,4 +1,4 @@
-"""A server whose cache can be looked into: the pretended model, real caches, one token per byte."""
+"""A server for tests of the explorer: the pretended model, real caches, one token per byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP by hand, for what no client would send."""
+"""HTTP over a bare socket, for requests that no HTTP client would send."""
 
 from __future__ import annotations
 

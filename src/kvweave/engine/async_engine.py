@@ -1,4 +1,4 @@
-"""One engine for many asyncio clients: a thread of its own runs the steps."""
+"""Runs an engine on a thread of its own and serves it to asyncio clients."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from kvweave.errors import EngineDeadError, RequestError
 
 logger = logging.getLogger("kvweave.engine")
 
-_LOOK_AGAIN = 0.02
-"""Seconds between two looks at whether the engine is idle, or has stopped."""
+_POLL_SECONDS = 0.02
+"""Between two checks whether the engine is idle or has stopped."""
 
 _T = TypeVar("_T")
-_Errand: TypeAlias = tuple[Callable[[], Any], "Future[Any]"]
-"""What to do between two steps, and who waits for its result."""
+_Task: TypeAlias = tuple[Callable[[], Any], "Future[Any]"]
+"""A call to make between two steps, and its result."""
 
 
 class AsyncEngine:
-    """Owns an Engine and the thread on which everything about it happens.
+    """Owns an Engine and the only thread that touches it.
 
-    What other threads ask for waits in an inbox between steps; what a step said goes to each event
-    loop in one call. Its methods may be called from any event loop.
+    Calls of other threads wait in an inbox until the current step ends. The deltas of a step go to
+    each event loop in one call. Methods may be called from any event loop.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._streams: WeakValueDictionary[str, AnswerStream] = WeakValueDictionary()
-        """By rid, as clients see it: the one that was made last."""
+        """By rid, for clients: the latest stream of that rid."""
         self._readers: WeakValueDictionary[str, AnswerStream] = WeakValueDictionary()
-        """By rid, as the engine sees it; only its thread looks here. A step that is still at work
-        for a stream which was closed meanwhile must not reach the next one of the same name."""
+        """By rid, for the engine's thread. It differs while a step still works for a closed stream:
+        its deltas must not reach the next stream of the same rid."""
         self._thread = threading.Thread(target=self._work, name="kvweave-engine", daemon=True)
-        self._inbox: deque[_Errand] = deque()
+        self._inbox: deque[_Task] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()
-        """Over `_open` together with `_inbox`, and over `_queued`."""
+        """Guards `_open` together with `_inbox`, and `_queued`."""
         self._open = True
         self._queued = 0
         """Requests in the inbox."""
@@ -62,15 +62,15 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are answered: from `start` on, until `stop` or a breakdown."""
+        """Whether requests are answered: from `start` until `stop` or a breakdown."""
         return self._thread.is_alive() and not self._engine.dead
 
     def snapshot(self) -> EngineSnapshot:
-        """Gauges and counters as of the last step."""
+        """Gauges and counters as of the last step or change."""
         return self._snapshot
 
     async def start(self) -> None:
-        """Begin to work; once."""
+        """Start the thread; call it once."""
         self._accepting = True
         self._thread.start()
 
@@ -79,19 +79,19 @@ class AsyncEngine:
         self._accepting = False
         deadline = time.monotonic() + drain_seconds
         while self._unfinished() and self.alive and time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK_AGAIN)
+            await asyncio.sleep(_POLL_SECONDS)
         for stream in self._unfinished():
             self.abort(stream.rid)
         self._stopping = True
         self._wake.set()
-        while self._thread.is_alive():  # not joined, so that who loses patience can go
-            await asyncio.sleep(_LOOK_AGAIN)
+        while self._thread.is_alive():  # polled, not joined: callers may cancel
+            await asyncio.sleep(_POLL_SECONDS)
 
     def generate(self, request: GenerateRequest) -> AnswerStream:
         """Deltas of all answers to the request, queued at once; closing the stream aborts them.
 
-        Raises at once: RequestError if it cannot be served, OverloadedError if too many wait,
-        EngineDeadError if nothing will be served any more.
+        Raises here, not while iterating: RequestError if it cannot be served, OverloadedError if
+        the queue is full, EngineDeadError if the engine has stopped.
         """
         self._admit(request)
         stream = AnswerStream(request.rid, request.sampling.n, self._abandon)
@@ -113,14 +113,14 @@ class AsyncEngine:
             except RequestError:
                 if time.monotonic() >= deadline:
                     raise
-            await asyncio.sleep(_LOOK_AGAIN)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def run_on_engine_thread(self, at: Callable[[Engine], _T]) -> _T:
-        """What `at` sees in the engine between two steps. It must be quick, and change nothing."""
+        """The result of `at`, called between two steps. It must be quick and change nothing."""
         return await asyncio.wrap_future(self._submit(partial(at, self._engine)))
 
     def _admit(self, request: GenerateRequest) -> None:
-        """Raise what can be known on the caller's thread, without waiting for a step to end."""
+        """Check on the caller's thread what does not need to wait for a step's end."""
         if self._thread.is_alive() and not self._accepting:
             raise RequestError("the server is shutting down", status=503)
         if not self.alive:
@@ -137,16 +137,16 @@ class AsyncEngine:
         return [stream for stream in self._streams.values() if not stream.finished]
 
     def _abandon(self, rid: str) -> None:
-        """Nobody reads this stream any more.
+        """Abort a request whose stream was closed or forgotten.
 
-        The garbage collector calls this too, wherever it happens to run, so it must not take a
-        lock. Nobody has to be woken: while there is something to abort, the engine is awake.
+        The garbage collector calls this too, on any thread, so it takes no lock. The engine is
+        awake while there is something to abort.
         """
         self._streams.pop(rid, None)
         self._inbox.append((partial(self._abort_unread, rid), Future()))
 
     def _submit(self, call: Callable[[], _T]) -> Future[_T]:
-        """Have `call` run on the engine's thread, between two steps."""
+        """Run `call` on the engine's thread, between two steps."""
         future: Future[_T] = Future()
         with self._lock:
             if self._open:
@@ -161,7 +161,7 @@ class AsyncEngine:
     def _work(self) -> None:
         try:
             while not self._stopping or self._inbox:
-                self._run_errands()
+                self._run_tasks()
                 busy = self._engine.has_work
                 deltas = self._engine.step() if busy else []
                 busy = busy or self._engine.heal(self._is_wanted)
@@ -171,14 +171,14 @@ class AsyncEngine:
                     self._wake.wait()
                     self._wake.clear()
         except Exception:
-            logger.critical("the engine broke down", exc_info=True)
+            logger.critical("the engine's thread failed", exc_info=True)
         finally:
             self._shut()
 
     def _take_snapshot(self) -> None:
         try:
             self._snapshot = self._engine.snapshot()
-        except Exception:  # gauges that stand still cost less than answers that stop
+        except Exception:  # stale gauges are better than no answers
             if not self._blind:
                 logger.error("the engine's gauges could not be read", exc_info=True)
             self._blind = True
@@ -193,7 +193,7 @@ class AsyncEngine:
         self._readers[request.rid] = stream
         self._take_snapshot()  # the next step may be long
 
-    # What clients are told is in the gauges before they hear of it.
+    # The snapshot is taken before clients are told of a change.
 
     def _flush(self) -> None:
         self._engine.flush_cache()
@@ -209,29 +209,29 @@ class AsyncEngine:
         self._engine.abort(rid)
         self._take_snapshot()
 
-    def _run_errands(self) -> None:
+    def _run_tasks(self) -> None:
         while self._inbox:
             call, future = self._inbox.popleft()
             if not future.set_running_or_notify_cancel():
-                continue  # nobody waits for it any more
+                continue  # its caller was cancelled
             try:
                 future.set_result(call())
             except Exception as error:
                 future.set_exception(error)
 
     def _hand_out(self, deltas: Iterable[OutputDelta]) -> None:
-        """One call per event loop, however many tokens there are."""
+        """Send deltas to their streams with one call per event loop."""
         by_loop: dict[AbstractEventLoop, list[tuple[AnswerStream, OutputDelta]]] = {}
         for delta in deltas:
             stream = self._readers.get(delta.rid)
             if stream is not None:
                 by_loop.setdefault(stream.loop, []).append((stream, delta))
         for loop, items in by_loop.items():
-            with suppress(RuntimeError):  # a loop that is closed has no reader any more
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_deliver, items)
 
     def _shut(self) -> None:
-        """Whoever still waits for an answer learns that there will be none."""
+        """Fail all pending tasks and streams, then close the engine."""
         self._engine.dead = True
         with self._lock:
             self._open = False
@@ -245,7 +245,7 @@ class AsyncEngine:
         try:
             self._engine.close()
         except Exception:
-            logger.error("the engine's followers could not be told that it ends", exc_info=True)
+            logger.error("the engine could not be closed properly", exc_info=True)
 
 
 def _deliver(items: Iterable[tuple[AnswerStream, OutputDelta]]) -> None:

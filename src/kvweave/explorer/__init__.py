@@ -1,1 +1,1 @@
-"""The explorer: what is cached, where each prompt's KV came from, and why not from elsewhere."""
+"""The explorer: a page that shows the cache and the source of each recent prompt's KV."""

@@ -1,4 +1,4 @@
-"""The whole application: the API, and the explorer on top of it where it is wanted."""
+"""Builds the whole application: the API and, if enabled, the explorer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build_app(
     self_check: SelfCheck | None = None,
     cluster: ClusterConfig | None = None,
 ) -> FastAPI:
-    """As `build_api`, with the explorer if `config.explorer`, which remembers recent prompts."""
+    """As `build_api`; with `config.explorer` also the explorer and its history of prompts."""
     if not config.explorer:
         return build_api(engine, card, config, engine_config, self_check, cluster)
     history = History()

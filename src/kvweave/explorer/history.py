@@ -1,4 +1,4 @@
-"""The last prompts and what became of them: where their KV came from, by prompt and over time."""
+"""The history of recent prompts: their tokens and the sources of their KV."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = (*(tier.value for tier in Tier), REFRESHED, FRESH)
 
 
 class SourceRun(NamedTuple):
-    """`length` positions from `start` on; `span` is theirs if one covers them."""
+    """`length` positions from `start` on with one source, and the plan's span that covers them."""
 
     source: str
     start: int
@@ -35,7 +35,7 @@ class SourceRun(NamedTuple):
 
     @property
     def donor_start(self) -> int | None:
-        """Where the run stands in its donor; an exact prefix stands where it stood."""
+        """The run's first position in its donor; of an exact prefix, the same position."""
         if self.span is not None:
             return self.span.donor_start + self.start - self.span.start
         return self.start if self.source == Tier.EXACT.value else None
@@ -46,7 +46,7 @@ def source_runs(
 ) -> list[SourceRun]:
     """Ascending runs that cover `length` positions once. `refreshed` are (start, length)."""
     recomputed = deque((start, start + count) for start, count in refreshed)
-    if spans:  # of a second admission, perhaps, while `exact` is always the first one's
+    if spans:  # perhaps of a second admission, while `exact` is the first one's
         exact = min(exact, spans[0].start)
     runs = [SourceRun(Tier.EXACT.value, 0, exact)]
     reached = exact
@@ -61,7 +61,7 @@ def source_runs(
 
 
 def _within(span: Span, recomputed: Iterable[tuple[int, int]]) -> Iterator[SourceRun]:
-    """The span, cut where it was computed all the same."""
+    """The span, split where parts of it were recomputed."""
     at = span.start
     for first, last in recomputed:
         if first >= span.end:
@@ -74,7 +74,7 @@ def _within(span: Span, recomputed: Iterable[tuple[int, int]]) -> Iterator[Sourc
 
 
 def counts(runs: Iterable[SourceRun]) -> dict[str, int]:
-    """Tokens by source, every source named."""
+    """Tokens by source, with 0 for absent ones."""
     found = dict.fromkeys(SOURCES, 0)
     for run in runs:
         found[run.source] += run.length
@@ -83,7 +83,7 @@ def counts(runs: Iterable[SourceRun]) -> dict[str, int]:
 
 MOST_PROMPTS = 256
 MOST_TOKENS = 2**20
-"""Of prompts and answers together, four bytes each."""
+"""Prompt and answer tokens kept, four bytes each."""
 
 
 @dataclass(frozen=True)
@@ -91,25 +91,25 @@ class Record:
     """One prompt that has ended. Tokens are int32; times are seconds, `arrived` since the epoch."""
 
     number: int
-    """Counted from 1; what the explorer calls it."""
+    """Counted from 1; the explorer's name for the prompt."""
     rid: str
     endpoint: str
     salt: str | None
     fuzzy: bool
     prompt_length: int
     tokens: IntArray
-    """The prompt and its first answer: what others may have been lent."""
+    """The prompt and its first answer: other prompts may have reused both."""
     exact: int
     spans: tuple[Span, ...]
     refreshed: tuple[tuple[int, int], ...]
     arrived: float
     first_token: float | None
-    """From arrival on, as `total`."""
+    """From arrival, as `total`."""
     total: float
     outcome: str
 
     def runs(self) -> list[SourceRun]:
-        """Where the prompt's KV came from, in order."""
+        """The sources of the prompt's KV, in order of position."""
         return source_runs(self.prompt_length, self.exact, self.spans, self.refreshed)
 
     @cached_property
@@ -127,16 +127,16 @@ class Record:
 
     @property
     def lends_up_to(self) -> int:
-        """Positions from here on are approximate, or depend on what is: nobody is served them."""
+        """The first position that is approximate or depends on one; never reused from there on."""
         return self.spans[0].start if self.spans else len(self.tokens)
 
 
 class History:
-    """Records by number, oldest first; the oldest go when there are too many, or too long ones."""
+    """Records by number, oldest first; bounded by number of prompts and of tokens."""
 
     def __init__(self, most_prompts: int = MOST_PROMPTS, most_tokens: int = MOST_TOKENS) -> None:
         self.started = time.time()
-        """Tells two histories apart whose numbers mean different prompts."""
+        """Identifies this history: after a restart, the same numbers mean other prompts."""
         self._records: deque[Record] = deque()
         self._most_prompts = most_prompts
         self._most_tokens = most_tokens
@@ -151,7 +151,7 @@ class History:
 
     @property
     def oldest(self) -> int:
-        """Numbers below are forgotten."""
+        """The lowest number that is kept."""
         return self._records[0].number if self._records else self._added + 1
 
     def get(self, number: int) -> Record | None:
@@ -160,12 +160,12 @@ class History:
         return self._records[place] if 0 <= place < len(self._records) else None
 
     def before(self, record: Record) -> list[Record]:
-        """Those that arrived earlier, newest first."""
+        """Records that arrived earlier, newest first."""
         earlier = [other for other in self._records if other.arrived < record.arrived]
         return sorted(earlier, key=lambda other: -other.arrived)
 
     def add(self, metrics: RequestMetrics) -> None:
-        """Remember a prompt that has just ended."""
+        """Add a prompt that has just ended."""
         self._added += 1
         record = _record(self._added, metrics)
         self._records.append(record)

@@ -1,4 +1,4 @@
-"""Answers questions about past prompts: who lent KV, what was shared, why it was not reused."""
+"""Queries about past prompts: donors of KV, shared text, and why shared text was not reused."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 BLOCK = 8
 SURE_TO_BE_FOUND = 2 * BLOCK - 1
 _SECONDS = 2.0
-"""After so long, a search stops with the runs found so far."""
+"""Limit of one search; it then returns the runs found so far."""
 
 
 class SharedRun(NamedTuple):
-    """`length` equal tokens: from `start` of the prompt on, and from `donor_start` of `donor`."""
+    """`length` equal tokens, from `start` of the prompt and from `donor_start` of the donor."""
 
     donor: Record
     start: int
@@ -37,12 +37,12 @@ class SharedRun(NamedTuple):
 
     @property
     def exact_there(self) -> bool:
-        """The donor computed it in sight of nothing approximate."""
+        """Whether the donor's KV of the run depends on nothing approximate."""
         return self.donor_start + self.length <= self.donor.lends_up_to
 
 
 def computed_mask(record: Record) -> npt.NDArray[np.bool_]:
-    """Which positions of the prompt were computed without having KV of any donor: (length)."""
+    """Positions of the prompt that no donor served: bool, (length)."""
     mask = np.ones(record.prompt_length, np.bool_)
     mask[: record.exact] = False
     for span in record.spans:
@@ -53,8 +53,8 @@ def computed_mask(record: Record) -> npt.NDArray[np.bool_]:
 def shared_runs(record: Record, earlier: Sequence[Record], most: int) -> list[SharedRun]:
     """The `most` longest runs that `record` computed and one of `earlier` has, longest first.
 
-    They do not overlap in the prompt, and have SURE_TO_BE_FOUND tokens or more. What could have
-    been lent, being of the same salt and exact, counts as longer than what never could.
+    They do not overlap in the prompt and have SURE_TO_BE_FOUND tokens or more. Runs of the same
+    salt and exact ones, which could have been reused, rank as if they were longer.
     """
 
     def worth(run: SharedRun) -> int:
@@ -79,7 +79,7 @@ def shared_runs(record: Record, earlier: Sequence[Record], most: int) -> list[Sh
 def _computed_parts(
     computed: npt.NDArray[np.bool_], donor: Record, run: EqualRun
 ) -> Iterator[SharedRun]:
-    """The parts of `run` that were computed and are long enough to be sure of."""
+    """The parts of `run` that were computed, of SURE_TO_BE_FOUND tokens or more."""
     mask = computed[run.start : run.start + run.length]
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
     for first, last in zip(edges[::2], edges[1::2], strict=True):
@@ -92,10 +92,10 @@ def _overlap(one: SharedRun, other: SharedRun) -> bool:
 
 
 def donor_of(record: Record, run: SourceRun, earlier: Sequence[Record]) -> Record | None:
-    """The first of `earlier` that has the run's tokens where the donor had them, exact ones first.
+    """The first of `earlier` with the run's tokens at the donor's position, exact ones first.
 
-    None for what nobody lent, for a paraphrase, whose donor has other tokens, and for donors that
-    are not remembered any more.
+    None if the run was computed, for a paraphrase, whose donor has other tokens, and if the donor
+    is not in the history any more.
     """
     start = run.donor_start
     if start is None or (run.span is not None and run.span.tier is Tier.PARAPHRASE):
@@ -107,32 +107,34 @@ def donor_of(record: Record, run: SourceRun, earlier: Sequence[Record]) -> Recor
             continue
         if end <= donor.lends_up_to:
             return donor
-        approximate = approximate or donor  # exact by now, if it was healed
+        approximate = approximate or donor  # may be exact by now, if it was healed
     return approximate
 
 
 NOTHING = Refusal(
     "timing",
-    "nothing speaks against it now: when this prompt came, it was not cached yet, or it was not "
-    "found in time",
+    "it could be reused now: when this prompt came, it was not cached yet, or was not found in "
+    "time",
 )
 
 
 class Explained(NamedTuple):
-    """A shared run, and why it was not lent."""
+    """A shared run and the reason why it was not reused."""
 
     run: SharedRun
     refusal: Refusal
 
 
 def explain(engine: Engine, record: Record, runs: Sequence[SharedRun]) -> list[Explained]:
-    """The first gate that each run meets. Runs on the engine's thread, and only looks."""
+    """The first gate that refuses each run. Runs on the engine's thread; changes nothing."""
     return [Explained(run, _refusal(engine, record, run)) for run in runs]
 
 
-def other_words(engine: Engine, record: Record) -> list[Declined]:
-    """Where nothing was served in other words although some were proposed, and the first reason;
-    in order. Runs on the engine's thread, and only looks."""
+def declined_paraphrases(engine: Engine, record: Record) -> list[Declined]:
+    """The first refusal of each passage with a proposed paraphrase and none served, in order.
+
+    Runs on the engine's thread; changes nothing.
+    """
     found: dict[int, Declined] = {}
     for each in engine.cache.declined(record.rid):
         if not any(span.start < each.end and each.start < span.end for span in record.spans):
@@ -142,7 +144,7 @@ def other_words(engine: Engine, record: Record) -> list[Declined]:
 
 def _refusal(engine: Engine, record: Record, run: SharedRun) -> Refusal:
     if run.donor.salt != record.salt:
-        return Refusal("salt", "the other prompt has another cache_salt: nothing is shared across")
+        return Refusal("salt", "the other prompt has another cache_salt")
     view = view_of(engine, record, record.prompt)
     refusal = engine.cache.refusal(view, record.exact, run.start, run.length, run.donor_start)
     return refusal or _not_cached(engine, run) or NOTHING
@@ -155,18 +157,18 @@ def _not_cached(engine: Engine, run: SharedRun) -> Refusal | None:
     if not run.exact_there:
         return Refusal(
             "approximate",
-            "the other prompt was itself served moved text before this point, and what is "
-            "approximate is never lent on",
+            "the other prompt was itself served moved text before this point, and approximate KV "
+            "is never reused",
         )
     size = engine.cache.page_size
     if len(run.donor.tokens) - cached <= size:
         reason = f"only whole pages of {size} tokens are kept, and it reaches into the last one"
         return Refusal("page", reason)
-    return Refusal("evicted", "its KV is not cached any more, to its end or at all")
+    return Refusal("evicted", "its KV is not cached any more, or not to its end")
 
 
 def view_of(engine: Engine, record: Record, tokens: IntArray) -> RequestView:
-    """`tokens` of `record` as the cache would see them."""
+    """`tokens` as a request of `record`'s salt and settings."""
     return RequestView(
         rid=str(record.number),
         tokens=tokens,
@@ -176,9 +178,9 @@ def view_of(engine: Engine, record: Record, tokens: IntArray) -> RequestView:
 
 
 def pieces(texts: TokenTexts, ids: Iterable[int]) -> list[str]:
-    """One text per token, together the whole text: a character belongs to the token that ends it.
+    """One text per token; joined they are the whole text.
 
-    Bytes that make no character become replacement characters.
+    A character belongs to the token that completes it. Invalid bytes become U+FFFD.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     found = [decoder.decode(texts.of(token)[1]) for token in ids]

@@ -1,4 +1,4 @@
-"""The page's own files: read once, served with a policy that lets nothing else run."""
+"""Routes of the explorer: the page's files, and the JSON API behind it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from kvweave.errors import RequestError
 from kvweave.explorer.history import History, Record
-from kvweave.explorer.queries import explain, other_words, shared_runs, view_of
+from kvweave.explorer.queries import declined_paraphrases, explain, shared_runs, view_of
 from kvweave.explorer.views import (
     live_view,
     prompt_view,
@@ -40,11 +40,11 @@ POLICY = (
 
 @cache
 def _contents() -> dict[str, tuple[bytes, str, str]]:
-    """By name: bytes, media type and tag of every file of the page."""
+    """Bytes, media type and ETag of every file of the page, by name."""
     found = {}
     for file in files(__package__).joinpath("static").iterdir():
         content = file.read_bytes()
-        # Not the system's table of types, which may call a script anything.
+        # The system's table of media types may have anything for scripts.
         kind = "text/javascript" if file.name.endswith(".js") else None
         kind = kind or mimetypes.guess_type(file.name)[0] or "text/plain"
         tag = f'"{hashlib.blake2s(content, digest_size=8).hexdigest()}"'
@@ -53,7 +53,7 @@ def _contents() -> dict[str, tuple[bytes, str, str]]:
 
 
 def asset(name: str, request: Request) -> Response:
-    """One file of the page; 404 if it has no such file, 304 if the browser has it."""
+    """One file of the page; 404 if there is none, 304 if the browser has this version."""
     if name not in _contents():
         raise HTTPException(404)
     content, kind, tag = _contents()[name]
@@ -71,8 +71,9 @@ def asset(name: str, request: Request) -> Response:
 
 MOST_NODES = 600
 PLACED_PROMPTS = 100
-"""Prompts whose path through the tree is looked up, the newest."""
-_LOOK_SECONDS = 20.0
+"""The newest prompts, whose paths through the tree are looked up."""
+_ENGINE_SECONDS = 20.0
+"""How long a query waits for the engine's thread."""
 _REASONS_SHOWN = 5
 
 _Number = Annotated[int, Path(ge=0, le=2**53)]
@@ -94,7 +95,7 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
 
     @router.get("/api/overview", name="explorer_overview")
     async def overview(after: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
-        """What runs, and the prompts with numbers above `after`."""
+        """Gauges, live requests, and the prompts with numbers above `after`."""
         now = service.engine.snapshot()
         return {
             "model": service.card.name,
@@ -115,19 +116,20 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
 
     @router.get("/api/prompts/{number}", name="explorer_prompt", responses={404: {}})
     async def prompt(number: _Number) -> dict[str, Any]:
-        """The map of one prompt."""
+        """The sources of one prompt's tokens."""
         record = _known(history, number)
         lenders = await _paraphrase_lenders(service, history, record)
         return await asyncio.to_thread(prompt_view, record, history.before(record), lenders, texts)
 
     @router.get("/api/prompts/{number}/why-not", name="explorer_why_not", responses={404: {}})
     async def why_not(number: _Number) -> dict[str, Any]:
-        """What earlier prompts had of the text that this one computed, and why it was not lent."""
+        """Text that this prompt computed although an earlier one had it, with reasons."""
         record = _known(history, number)
         earlier = history.before(record)
         runs = await asyncio.to_thread(shared_runs, record, earlier, _REASONS_SHOWN)
-        explained, declined = await _look(
-            service, lambda engine: (explain(engine, record, runs), other_words(engine, record))
+        explained, declined = await _on_engine_thread(
+            service,
+            lambda engine: (explain(engine, record, runs), declined_paraphrases(engine, record)),
         )
         return why_not_view(explained, declined, len(earlier), record, texts)
 
@@ -150,13 +152,16 @@ def _known(history: History, number: int) -> Record:
 
 
 async def _paraphrase_lenders(service: Service, history: History, record: Record) -> dict[str, int]:
-    """Numbers of prompts by the nodes that they lie on: a paraphrase's donor has other tokens."""
+    """Donors of the record's paraphrases: a prompt's number by the tree node that it lies on.
+
+    A paraphrase's donor has other tokens, so that `donor_of` cannot find it.
+    """
     if all(span.tier is not Tier.PARAPHRASE for span in record.spans):
         return {}
     try:
         snapshot = await _snapshot(service, history)
     except RequestError:
-        return {}  # a map without these names is better than none
+        return {}  # these names are optional
     nodes = snapshot.nodes if snapshot is not None else ()
     return {str(node.order): int(node.prompts[0]) for node in nodes if node.prompts}
 
@@ -168,13 +173,13 @@ async def _snapshot(service: Service, history: History) -> TreeSnapshot | None:
         prompts = [view_of(engine, record, record.tokens) for record in records]
         return engine.cache.tree_snapshot(prompts, MOST_NODES)
 
-    return await _look(service, snapshot)
+    return await _on_engine_thread(service, snapshot)
 
 
-async def _look(service: Service, at: Callable[[Engine], _T]) -> _T:
+async def _on_engine_thread(service: Service, at: Callable[[Engine], _T]) -> _T:
     try:
-        return await asyncio.wait_for(service.engine.run_on_engine_thread(at), _LOOK_SECONDS)
+        return await asyncio.wait_for(service.engine.run_on_engine_thread(at), _ENGINE_SECONDS)
     except TimeoutError:
         raise RequestError(
-            f"the engine was busy for {_LOOK_SECONDS:g} seconds; try again later", status=503
+            f"the engine was busy for {_ENGINE_SECONDS:g} seconds; try again later", status=503
         ) from None

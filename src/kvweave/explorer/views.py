@@ -1,6 +1,6 @@
-"""What the explorer's API answers: plain objects for JSON.
+"""JSON objects of the explorer's API.
 
-With `texts` None, no text and no token id leaves the server: only lengths, positions and sources.
+With `texts` None they hold no text and no token ids: only lengths, positions and sources.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.responses import TokenTexts
 
 MOST_SHOWN = 16_384
-"""Tokens of a prompt whose text is sent; of longer ones the rest is only counted."""
+"""Prompt tokens whose text is sent; further ones are only counted."""
 ANSWER_SHOWN = 1_024
 
 
 def live_view(metrics: RequestMetrics) -> dict[str, Any]:
-    """A prompt that is being answered."""
+    """A request in progress."""
     return {
         "rid": metrics.rid,
         "endpoint": metrics.endpoint,
@@ -36,7 +36,7 @@ def live_view(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def summary_view(record: Record) -> dict[str, Any]:
-    """A line of the list of prompts, and a point of the chart."""
+    """An entry in the list of prompts, and a point in the chart."""
     return {
         "number": record.number,
         "rid": record.rid,
@@ -56,7 +56,7 @@ def summary_view(record: Record) -> dict[str, Any]:
 def prompt_view(
     record: Record, earlier: Sequence[Record], lenders: Mapping[str, int], texts: TokenTexts | None
 ) -> dict[str, Any]:
-    """The map of a prompt. `lenders` are numbers of prompts by the name of a tree's node."""
+    """One prompt with its blocks by source; `lenders` holds prompt numbers by tree node."""
     blocks = [_block(record, run, earlier, lenders) for run in record.runs()]
     answer: dict[str, Any] = {"length": len(record.answer)}
     if texts is not None:
@@ -87,8 +87,10 @@ def why_not_view(
     record: Record,
     texts: TokenTexts | None,
 ) -> dict[str, Any]:
-    """Shared runs that were computed all the same, and the gate that refused each; and what was
-    not served in other words, with a reason where text may be shown: it quotes some."""
+    """Shared runs that were computed, with the gate that refused each, and declined paraphrases.
+
+    A paraphrase's reason quotes text, so it is there only where text may be shown.
+    """
     runs = []
     for run, refusal in explained:
         entry: dict[str, Any] = {
@@ -119,7 +121,7 @@ def _excerpt(record: Record, start: int, length: int, texts: TokenTexts) -> str:
 
 
 def tree_view(snapshot: TreeSnapshot, texts: TokenTexts | None) -> dict[str, Any]:
-    """The tree, as far as it is shown, and sums over all of it."""
+    """The nodes that are shown, and totals of the whole tree."""
     return {
         "page_size": snapshot.page_size,
         "cached_tokens": snapshot.cached_pages * snapshot.page_size,
@@ -149,7 +151,7 @@ def _node(node: NodeSnapshot, texts: TokenTexts | None) -> dict[str, Any]:
 
 
 def _label(salt: str | None) -> str | None:
-    """Tells namespaces apart without giving a salt away, which may be somebody's secret."""
+    """A short hash that tells namespaces apart: a salt may be secret."""
     if salt is None:
         return None
     return hashlib.blake2s(salt.encode(), digest_size=2).hexdigest()

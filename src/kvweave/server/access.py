@@ -203,10 +203,10 @@ _OTHER_SITE = error_response(
 
 
 class BodyLimit:
-    """Refuses bodies above `max_bytes`, announced or chunked, and those that take too long to come.
+    """Limits request bodies to `max_bytes`, announced or chunked, and to `max_seconds`.
 
-    Answers 413 and 408; and 415 for what is compressed, which could become any size.
-    `max_seconds` is counted from the first read to the last byte.
+    Answers 413 and 408, and 415 for compressed bodies, whose size is unknown. `max_seconds` counts
+    from the first read to the last byte.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
@@ -236,7 +236,7 @@ class BodyLimit:
 
         async def counted() -> Message:
             nonlocal read, complete, deadline
-            if complete:  # what follows is the client's leaving, for which one waits without limit
+            if complete:  # the next message is the disconnect, which has no time limit
                 return await receive()
             if deadline is None:
                 deadline = loop.time() + self.max_seconds

@@ -1,8 +1,7 @@
-"""The log: lines for people, or one JSON object per line, with the request's id where there is one.
+"""Logging to stderr: plain lines or JSON objects, with the request's id where there is one.
 
-Everything in the process goes through one handler on stderr, which waits for nobody: our own
-loggers, uvicorn's, Python's warnings. Modules below the server know nothing of it; they may say
-`extra={"rid": ...}`.
+One handler takes the lines of all loggers in the process (kvweave, uvicorn, Python's warnings) and
+never blocks. Modules below the server may pass `extra={"rid": ...}`.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-_MOST_LINES = 10_000
-"""That wait to be written."""
-_LAST_WORDS_SECONDS = 2.0
-"""For what waits when the process ends."""
+_MAX_LINES = 10_000
+"""Lines that may wait to be written; later ones are dropped and counted."""
+_FLUSH_SECONDS = 2.0
+"""For waiting lines when the process ends."""
 
 
-class PatientStream(logging.Handler):
-    """Writes lines to `stream` on a thread of its own."""
+class QueuedStream(logging.Handler):
+    """Writes lines to `stream` on a thread of its own, so that logging never blocks."""
 
-    def __init__(self, stream: TextIO | None = None, most: int = _MOST_LINES) -> None:
+    def __init__(self, stream: TextIO | None = None, max_lines: int = _MAX_LINES) -> None:
         super().__init__()
         self._stream: TextIO | None = sys.stderr if stream is None else stream
-        self._waiting: queue.Queue[str] = queue.Queue(most)
+        self._waiting: queue.Queue[str] = queue.Queue(max_lines)
         self._lost = 0
         threading.Thread(target=self._write_all, name="kvweave-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Formats where it is said, since only there is known in whose request."""
+        """Format here: the current request is known only on the caller's side."""
         try:
             self._waiting.put_nowait(self.format(record))
         except queue.Full:
@@ -45,8 +44,8 @@ class PatientStream(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until all is written, or until it seems hopeless."""
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        """Wait until all is written, at most _FLUSH_SECONDS."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
         while self._waiting.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.005)
 
@@ -62,22 +61,22 @@ class PatientStream(logging.Handler):
             self._waiting.task_done()
 
     def _write(self, text: str) -> None:
-        if self._stream is None:  # as Python has it where the process began without
+        if self._stream is None:  # Python's sys.stderr if the process has none
             return
         try:
             descriptor = self._stream.fileno()
-        except OSError:  # it is no file, as in tests
+        except OSError:  # not a file, as in tests
             self._stream.write(text)
             return
-        # Past the stream's own buffer, whose lock would be held while nobody reads: Python takes
-        # that lock at its end, and would die of it.
+        # Not through the stream's buffer: its lock would be held while the pipe is full, and Python
+        # aborts if it cannot take that lock at exit.
         rest = text.encode("utf-8", "backslashreplace")
         while rest:
             rest = rest[os.write(descriptor, rest) :]
 
 
 current_rid: ContextVar[str | None] = ContextVar("kvweave_rid", default=None)
-"""The request in whose task something is logged."""
+"""The rid of the request that the current task works for."""
 
 
 class LogFields:
@@ -100,7 +99,7 @@ def _plain(value: str | float | None) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time (UTC), level, logger, rid, message, and what a LogFields holds."""
+    """One object per line: time (UTC), level, logger, rid, message, and LogFields' members."""
 
     def format(self, record: logging.LogRecord) -> str:
         facts = record.msg if isinstance(record.msg, LogFields) else None
@@ -120,8 +119,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, form: str) -> None:
-    """Log from `level` on, in the `form` text or json, unless the process has a log already."""
-    handler = PatientStream()
+    """Log from `level` on, in the `form` text or json, unless the root logger has handlers."""
+    handler = QueuedStream()
     if form == "json":
         handler.setFormatter(JsonFormatter())
         logging.captureWarnings(True)
@@ -132,8 +131,8 @@ def configure_logging(level: str, form: str) -> None:
 
 
 def _join_transformers() -> None:
-    """transformers writes lines of its own, past the root logger, unless told otherwise."""
-    from transformers.utils import logging as theirs  # here: it takes a second
+    """Route transformers' lines through the root logger; by default it has its own handler."""
+    from transformers.utils import logging as theirs  # here: importing takes a second
 
     theirs.disable_default_handler()
     theirs.enable_propagation()

@@ -97,7 +97,7 @@ class Metrics:
 
     def request_ended(self, outcome: str, generated: int | None, seconds: float) -> None:
         """Count a prompt whose answers have all ended; `generated` is None if it was not served."""
-        if outcome == "refused":  # counted by status, with those that never came so far
+        if outcome == "refused":  # counted by RefusalCounter
             return
         self._requests.inc()
         if generated is not None:

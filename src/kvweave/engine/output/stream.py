@@ -1,4 +1,4 @@
-"""What a client of AsyncEngine iterates over: the deltas of one request's answers."""
+"""An async iterator over the deltas of one request's answers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvweave.engine.types import OutputDelta
 
 
 class AnswerStream(AsyncIterator[OutputDelta]):
-    """Ends when all answers have. Closing, cancelling or forgetting it earlier aborts the request.
+    """Ends when all answers have. Closing, cancelling or dropping it earlier aborts the request.
 
-    Belongs to the event loop on which it was made, which is the only one to touch it, except for
-    `loop`, `rid` and the end of its life.
+    Only the event loop on which it was made may use it; other threads may read `loop`, `rid` and
+    `finished`.
     """
 
     _unfinished = 0
-    """Answers still to come; at first none, so that a half-made stream can be forgotten."""
+    """Answers still to come; 0 until `__init__` sets it, since `__del__` reads it."""
 
     def __init__(self, rid: str, answers: int, on_abandoned: Callable[[str], None]) -> None:
         self.rid = rid
@@ -30,7 +30,7 @@ class AnswerStream(AsyncIterator[OutputDelta]):
 
     @property
     def finished(self) -> bool:
-        """Nothing more will arrive; any thread may ask."""
+        """Whether nothing more will arrive; any thread may ask."""
         return not self._unfinished
 
     def __aiter__(self) -> AnswerStream:
@@ -51,19 +51,19 @@ class AnswerStream(AsyncIterator[OutputDelta]):
         return self._arrived.popleft()
 
     async def aclose(self) -> None:
-        """Want no more; aborts what has not ended. Twice is harmless."""
+        """Abort the answers that have not ended. Idempotent."""
         self._abandon()
         self._arrived.clear()
 
     def deliver(self, delta: OutputDelta) -> None:
-        """On the stream's loop."""
+        """Add a delta; call it on the stream's loop."""
         if self._unfinished:
             self._arrived.append(delta)
             self._unfinished -= delta.finish_reason is not None
             self._news.set()
 
     def fail(self, failure: Exception) -> None:
-        """On the stream's loop: after what has arrived, raise `failure` instead of going on."""
+        """Raise `failure` after the deltas that have arrived; call it on the stream's loop."""
         if self._unfinished:
             self._unfinished = 0
             self._failure = failure

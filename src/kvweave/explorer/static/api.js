@@ -1,4 +1,4 @@
-// Requests to this server, with the key if one was given; it lives as long as the tab.
+// Requests to this server. The key, if there is one, is kept in the tab's session storage.
 
 const KEY = "kvweave-key";
 
@@ -8,7 +8,7 @@ export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 export const keep = (key) => sessionStorage.setItem(KEY, key);
 export const forget = () => sessionStorage.removeItem(KEY);
 
-// A header is made of bytes: each becomes the character that fetch sends as this byte.
+// Headers carry bytes: each UTF-8 byte becomes the character that fetch sends as that byte.
 const bytes = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 
 async function send(path, options = {}) {

@@ -1,4 +1,4 @@
-// The frame: which view is shown, what is known, and the key.
+// The page's frame: routing between views, polling, and the dialog for the key.
 
 import { Refused, forget, get, hasKey, keep } from "./api.js";
 import { hideTip, number } from "./dom.js";
@@ -12,7 +12,7 @@ const EVERY = 2000;
 const VIEWS = { overview, prompts, tree, playground };
 const $ = (id) => document.getElementById(id);
 
-// What all views read. `prompts` are summaries by number, oldest first.
+// State that all views read. `prompts` are summaries by number, oldest first.
 const state = { overview: null, prompts: new Map(), refresh };
 let view = null;
 let asking = null;
@@ -20,10 +20,10 @@ let asking = null;
 async function poll() {
   const last = Math.max(0, ...state.prompts.keys());
   let news = await get(`overview?after=${last}`);
-  // Where the server began anew, numbers mean other prompts, whatever is on the screen.
+  // After a restart of the server, the same numbers mean other prompts.
   if (state.overview && news.started !== state.overview.started) location.reload();
   if (news.oldest > last + 1 && state.prompts.size) {
-    state.prompts.clear(); // more came than are kept
+    state.prompts.clear(); // some in between are lost already
     news = await get("overview?after=0");
   }
   for (const prompt of news.prompts) state.prompts.set(prompt.number, prompt);
@@ -81,9 +81,9 @@ function show() {
 }
 
 async function tick() {
-  // A key that is being typed would only be refused once more.
+  // Do not ask again while the key is being typed.
   if (!document.hidden && !$("key-dialog").open) await refresh();
-  if (state.overview && !view) show(); // it did not answer when it was asked first
+  if (state.overview && !view) show(); // the first request had failed
   asking = setTimeout(tick, EVERY);
 }
 

@@ -1,4 +1,4 @@
-// Elements without markup: whatever text comes in can only ever become text.
+// Builds DOM elements. Strings become text nodes, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -9,7 +9,6 @@ function build(node, properties, children) {
     else if (name === "style") for (const [key, css] of Object.entries(value)) node.style.setProperty(key, css);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  // append() makes text nodes of strings.
   node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 }

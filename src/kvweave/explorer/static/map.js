@@ -1,9 +1,9 @@
-// The map: a prompt's own text, coloured by where each token's KV came from.
+// The map of a prompt: its text, coloured by the source of each token's KV.
 
 import { el, hideTip, number, showTip, tokens } from "./dom.js";
 import { SOURCES, placeLink } from "./sources.js";
 
-// How most models spell what is no text: <|im_start|>, <s>, </s>.
+// Special tokens as most models write them: <|im_start|>, <s>, </s>.
 const SPECIAL = /^<(\|.+\||\/?s|pad|bos|eos)>$/;
 
 export function drawMap(prompt, hidden, query) {
@@ -44,14 +44,14 @@ function drawBlock(block, lent) {
   }, pieces);
 }
 
-// Generated text lends too, so a donor's mark may lie in it.
+// Generated text is reused too, so the marked range may lie in it.
 function drawAnswer(prompt, lent) {
   if (!prompt.answer.tokens?.length) return null;
   return el("div", { class: "answer" }, el("h3", {}, "Answer"), prompt.answer.tokens.map((text, offset) =>
     el("span", { class: lent(prompt.prompt_tokens + offset) ? "lent" : null }, text)));
 }
 
-const donorWords = (block) => (block.donor ? `prompt #${block.donor}` : "a prompt that is not remembered any more");
+const donorWords = (block) => (block.donor ? `prompt #${block.donor}` : "a prompt that is no longer kept");
 
 function tokenWords(block, at) {
   const own = `Token ${number(at)}: ${block.source}`;

@@ -8,7 +8,7 @@ export function overview(main, state) {
   const body = el("div", { class: "stack" });
   main.append(el("div", { class: "stack" }, el("h1", {}, "Overview"), body,
     el("section", { class: "panel stack", "aria-labelledby": "live-title" },
-      el("h2", { id: "live-title" }, "Being answered now"), live)));
+      el("h2", { id: "live-title" }, "Requests in progress"), live)));
   let drawn = "";
 
   function update() {
@@ -16,7 +16,7 @@ export function overview(main, state) {
     live.replaceChildren(liveTable(now.live));
     const points = [...state.prompts.values()].filter((prompt) => prompt.first_token_ms !== null);
     const key = JSON.stringify([points.at(-1)?.number, now.used_tokens, now.cached_tokens, now.running, now.waiting]);
-    if (key === drawn) return; // what is under the pointer stays where it is
+    if (key === drawn) return; // unchanged: keep the points under the pointer
     drawn = key;
     body.replaceChildren(tiles(now, points), el("section", { class: "panel stack" },
       el("div", { class: "title" }, el("h2", {}, "First token against share reused"),
@@ -37,8 +37,8 @@ function tiles(now, prompts) {
       el("h2", {}, "Prompt tokens reused"),
       el("p", { class: "big" }, prompts.length ? percent(reused(counts)) : "–"),
       prompts.length ? bar(counts) : null, prompts.length ? legend(counts, true) : null),
-    tile("Prompts remembered", number(prompts.length), tokens(sum(counts))),
-    tile("Running and waiting", `${now.running} · ${now.waiting}`, "answers that hold pages, answers that wait"),
+    tile("Prompts kept", number(prompts.length), tokens(sum(counts))),
+    tile("Running and waiting", `${now.running} · ${now.waiting}`, "answers with pages, answers in the queue"),
     tile("KV cached", share(now.cached_tokens), `${number(now.cached_tokens)} of ${number(now.total_tokens)} slots; ${number(now.used_tokens)} in use, ${number(Math.max(0, free))} free`));
 }
 
@@ -69,7 +69,7 @@ function decades(low, high) {
   return ticks.filter((tick) => tick >= low && tick <= high);
 }
 
-// First-token time, on a logarithmic scale, against the share reused.
+// First-token time (log scale) against share reused.
 function scatter(points) {
   const times = points.map((point) => Math.max(0.1, point.first_token_ms));
   const low = Math.min(...times) / 1.6, high = Math.max(...times) * 1.6;
@@ -91,7 +91,7 @@ function scatter(points) {
 }
 
 function liveTable(live) {
-  if (!live.length) return el("p", { class: "muted" }, "Nobody is waiting for an answer.");
+  if (!live.length) return el("p", { class: "muted" }, "No request is in progress.");
   const heads = ["Request", "Endpoint", "Phase", "Since", "Prompt", "Reused exactly", "Moved", "Answered"];
   return el("table", {},
     el("thead", {}, el("tr", {}, heads.map((head, at) => el("th", { scope: "col", class: at > 2 ? "num" : null }, head)))),

@@ -1,4 +1,4 @@
-// Try it: the same prompt cold, in a namespace of its own, and behind another one.
+// The playground: one prompt answered cold, in a new namespace, and warm, after another prompt.
 
 import { get, post } from "./api.js";
 import { el, milliseconds, percent } from "./dom.js";
@@ -6,7 +6,7 @@ import { bar, reused } from "./sources.js";
 
 export function playground(main, state) {
   const first = area("first", "First prompt: fills the cache", "Leave it empty to ask the second one twice.");
-  const second = area("second", "Second prompt: asked cold, then warm", "Any text that it has in common with the first may be lent to it.");
+  const second = area("second", "Second prompt: asked cold, then warm", "Text that it shares with the first may be reused.");
   const length = el("input", { id: "length", type: "number", min: 1, max: 256, value: 48 });
   const status = el("p", { class: "muted", role: "status" });
   const result = el("div", { class: "stack" });
@@ -50,7 +50,7 @@ async function fill(first, second) {
   suggest(second, `You answer questions about a text. Be brief.\n\nText:\n${sample}\nQuestion: What did the keeper write down?`);
 }
 
-// Not to somebody who is in the field already, or the next letter would stand behind all of it.
+// Not while the field has the focus, or typed letters would follow the sample.
 function suggest(field, text) {
   if (document.activeElement !== field) field.value ||= text;
 }
@@ -102,7 +102,7 @@ function card(title, answer, record, kept) {
     el("p", { class: "reading" }, answer.tokens.map((token, at) => (kept[at] ? token : el("mark", {}, token)))));
 }
 
-// Longest common subsequence: which tokens of either answer the other has too.
+// Longest common subsequence: marks the tokens that both answers have.
 function common(one, other) {
   const longest = Array.from({ length: one.length + 1 }, () => new Uint16Array(other.length + 1));
   for (let i = one.length - 1; i >= 0; i--)

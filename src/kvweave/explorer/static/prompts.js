@@ -1,4 +1,4 @@
-// The list of recent prompts, and beside it the map of one.
+// The list of recent prompts, and the map of the chosen one.
 
 import { get } from "./api.js";
 import { ago, el, milliseconds, number, percent, tokens } from "./dom.js";
@@ -115,5 +115,5 @@ function sourcesTable(prompt, open) {
 function donorCell(block) {
   if (block.donor_start === undefined) return "";
   const where = `position ${number(block.donor_start)}`;
-  return block.donor ? el("a", { href: placeLink(block.donor, block.donor_start, block.length) }, `prompt #${block.donor}, ${where}`) : `${where} of a prompt that is not remembered`;
+  return block.donor ? el("a", { href: placeLink(block.donor, block.donor_start, block.length) }, `prompt #${block.donor}, ${where}`) : `${where} of a prompt that is no longer kept`;
 }

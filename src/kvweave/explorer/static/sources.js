@@ -1,12 +1,12 @@
-// Where KV comes from: names, meanings, bars and legends. Colours are in base.css.
+// The sources of KV: names, meanings, bars and legends. Colours are in base.css.
 
 import { el, number, percent } from "./dom.js";
 
 export const SOURCES = {
-  exact: "reused as it was: the same beginning",
-  moved: "the same text, moved here from elsewhere",
-  paraphrase: "other words for the same, verified",
-  refreshed: "could have been lent, computed all the same",
+  exact: "reused unchanged: the same prefix",
+  moved: "the same text at another position, moved",
+  paraphrase: "a paraphrase, verified",
+  refreshed: "could have been reused, recomputed",
   fresh: "computed",
 };
 export const NAMES = Object.keys(SOURCES);
@@ -17,24 +17,24 @@ const total = (counts) => NAMES.reduce((sum, name) => sum + (counts[name] ?? 0),
 export const reused = (counts) =>
   LENT.reduce((sum, name) => sum + (counts[name] ?? 0), 0) / Math.max(1, total(counts));
 
-// The source that lent most; "fresh" if nothing was lent.
+// The source with most reused tokens; "fresh" if there is none.
 export const leading = (counts) =>
   LENT.filter((name) => counts[name]).sort((one, other) => counts[other] - counts[one])[0] ?? "fresh";
 
-// Where text stands in another prompt.
+// A link to a range of another prompt.
 export const placeLink = (prompt, start, length) => `#/prompts/${prompt}?from=${start}&to=${start + length}`;
 
 const words = (counts) =>
   NAMES.filter((name) => counts[name]).map((name) => `${percent(counts[name] / total(counts))} ${name}`).join(", ");
 
-// A prompt's composition, by source.
+// A prompt's tokens by source, as one bar.
 export function bar(counts) {
   const parts = NAMES.filter((name) => counts[name]).map((name) =>
     el("i", { class: `bg-${name}`, style: { "flex-grow": counts[name] } }));
   return el("div", { class: "bar", role: "img", "aria-label": words(counts) || "nothing" }, parts);
 }
 
-// The same in the order of the prompt's positions.
+// The same, in order of position.
 export function strip(blocks, length) {
   const parts = blocks.map((block) =>
     el("i", { class: `bg-${block.source}`, style: { "flex-grow": block.length } }));

@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it.
+// The theme: light, dark, or the system's.
 
 const NAMES = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" };
 const NEXT = { auto: "light", light: "dark", dark: "auto" };

@@ -1,4 +1,4 @@
-// The radix tree as an icicle: across, positions of a prompt; down, one path under another.
+// The radix tree as an icicle plot: positions of a prompt across, paths below one another.
 
 import { get } from "./api.js";
 import { ago, el, number, percent, tokens } from "./dom.js";
@@ -7,7 +7,7 @@ import { placeLink } from "./sources.js";
 const ROW = 28;
 
 export function tree(main, state) {
-  const again = el("button", { type: "button", class: "quiet", onclick: load }, "Look again");
+  const again = el("button", { type: "button", class: "quiet", onclick: load }, "Reload");
   const words = el("p", { class: "muted" });
   const body = el("div", { class: "stack" });
   main.append(el("div", { class: "stack" },
@@ -27,7 +27,7 @@ export function tree(main, state) {
   function draw(tree) {
     if (tree === null) {
       words.textContent = "";
-      body.replaceChildren(el("p", { class: "panel" }, "The cache that serves here keeps no tree, so there is none to show. The backends radix and fuzzy_match keep one (--prefix-cache-backend)."));
+      body.replaceChildren(el("p", { class: "panel" }, "This cache keeps no tree. The backends radix and fuzzy_match keep one (--prefix-cache-backend)."));
       return;
     }
     const partly = tree.shown_tokens < tree.cached_tokens ? `; the ${number(tree.shown_tokens)} used last are shown` : "";
@@ -44,7 +44,7 @@ const key = () => el("ul", { class: "legend inline" },
   [["hit-0", "never hit"], ["hit-1", "hit once"], ["hit-2", "hit 2 to 7 times"], ["hit-3", "hit more often"], ["goes", "first to be evicted; numbers tell the order"], ["held", "in use now"]]
     .map(([kind, words]) => el("li", {}, el("i", { class: `swatch ${kind}` }), words)));
 
-// Rows: a node is as high as the leaves below it.
+// Assigns rows: a node is as high as the leaves below it.
 function laidOut(nodes) {
   const known = new Map(nodes.map((node) => [node.id, { ...node, below: [], depth: 1 }]));
   const roots = [];
@@ -155,11 +155,11 @@ function describe(node, state) {
 
 function since(node, state) {
   const first = state.prompts.get(node.prompts[0]);
-  return first ? ago(state.overview.now - first.arrived) : "longer ago than is remembered";
+  return first ? ago(state.overview.now - first.arrived) : "longer ago than the history reaches";
 }
 
 function owners(node) {
-  if (!node.prompts.length) return "none that is remembered";
+  if (!node.prompts.length) return "none in the history";
   const shown = node.prompts.slice(0, 12).flatMap((prompt) => [el("a", { href: placeLink(prompt, node.start, node.length) }, `#${prompt}`), " "]);
   const more = node.prompts.length - 12;
   return [...shown, more > 0 ? `and ${number(more)} more` : ""];

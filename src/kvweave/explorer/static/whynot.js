@@ -1,4 +1,4 @@
-// Why not more? Asked only when somebody wants to know.
+// "Why not more?": reasons why shared text was not reused, fetched on demand.
 
 import { get } from "./api.js";
 import { el, number, tokens } from "./dom.js";
@@ -18,8 +18,8 @@ export function whyNot(prompt) {
   return el("section", { class: "panel stack", "aria-labelledby": "why-title" },
     el("div", { class: "row between nowrap" },
       el("div", { class: "title" },
-        el("h2", { id: "why-title" }, "What was computed although it was there"),
-        el("p", { class: "muted small" }, "Compares what this prompt computed with the earlier prompts, and names the gate that refused each shared run.")),
+        el("h2", { id: "why-title" }, "Shared text that was computed"),
+        el("p", { class: "muted small" }, "Compares what this prompt computed with earlier prompts and names the gate that refused each shared run.")),
       ask),
     answer);
 }
@@ -29,8 +29,8 @@ function reasons(found) {
   const words = otherWords(found.other_words);
   if (!found.runs.length) {
     return [...words, el("p", {}, found.computed
-      ? `Of the ${tokens(found.computed)} that it computed, no run of 15 or more stands in any of the ${number(found.compared)} earlier prompts that are remembered.`
-      : "It computed nothing that could have been lent.")];
+      ? `Of the ${tokens(found.computed)} that it computed, no run of 15 or more is in any of the ${number(found.compared)} earlier prompts in the history.`
+      : "It computed nothing that could have been reused.")];
   }
   return [el("ol", { class: "reasons" }, found.runs.map((run, at) => el("li", {},
     el("p", {}, el("b", {}, at ? `${tokens(run.length)} ` : `Longest shared run: ${tokens(run.length)} `),
@@ -44,7 +44,7 @@ function reasons(found) {
 
 function otherWords(declined) {
   if (!declined.length) return [];
-  return [el("p", {}, "Proposed in other words, and refused:"),
+  return [el("p", {}, "Paraphrases that were proposed and refused:"),
     el("ol", { class: "reasons" }, declined.map((words) => el("li", {},
       el("p", {}, `${tokens(words.length)} at ${number(words.start)}.`),
       words.excerpt ? el("blockquote", {}, words.excerpt, words.length > 40 ? " …" : "") : null,

@@ -1,4 +1,4 @@
-"""Health, metrics, facts, and what operators do to a running server."""
+"""Routes for operators: health, metrics, server facts, flushing the cache, aborting requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _PROBE_SECONDS = 20.0
 _PACKAGES = ("torch", "transformers", "fastapi", "uvicorn")
-"""Whose versions matter when something behaves otherwise than elsewhere."""
+"""Packages whose versions /server_info shows."""
 
 
 def admin_router(
@@ -84,7 +84,7 @@ def admin_router(
     @get("/server_info", schemas.ServerInfo)
     async def server_info() -> dict[str, Any]:
         now = engine.snapshot()
-        # Flat, with SGLang's names, since routers made for it ask here what a worker serves.
+        # Flat and with SGLang's names: its routers read here what a worker serves.
         return {
             **settings,
             **card.facts(),
@@ -102,7 +102,7 @@ def admin_router(
     @get("/get_load", list[schemas.Load])
     async def load() -> list[dict[str, Any]]:
         now = engine.snapshot()
-        # As SGLang says it, one entry a rank: its router's power_of_two policy asks.
+        # SGLang's shape, one entry per rank: its router's power_of_two policy reads it.
         return [
             {
                 "dp_rank": 0,
@@ -126,7 +126,7 @@ def admin_router(
 
 
 async def _probe(service: Service) -> Response:
-    """Health that has been through the engine: one token, in a namespace of its own."""
+    """Health check that generates one token, in a namespace of its own."""
     if not service.engine.alive:
         return _dead()
     request = GenerateRequest(
@@ -166,7 +166,7 @@ def _versions() -> dict[str, str]:
 
 
 def _settings(*configs: Any) -> dict[str, Any]:
-    """Every flag by its name, as it is in force; keys stay secret."""
+    """The effective value of every flag by its name; of keys only whether they are set."""
     settings = values_of(*configs)
     for secret in ("api_key", "admin_api_key"):
         settings[secret] = settings[secret] is not None
