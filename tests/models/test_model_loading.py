@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from kvweave.config import ModelConfig
 from kvweave.errors import ConfigError, UnsupportedModelError
 from kvweave.models import LoadedModel, hooks, load_model
+from kvweave.models.load import context_length_of
 from support.tinymodels import CONTEXT, REFUSED, TINY, VOCABULARY, random_model, save
 
 REASONS = {
@@ -43,9 +45,18 @@ def test_a_model_that_cannot_be_served_is_refused_in_words(
     assert str(caught.value).startswith(f"{name} cannot be served: ")
 
 
-def test_a_model_that_states_no_context_needs_a_flag(tiny_folder: Callable[[str], Path]) -> None:
+def test_a_model_that_states_no_context_needs_a_flag() -> None:
     with pytest.raises(UnsupportedModelError, match="say with --context-length"):
-        load_model(ModelConfig(model=str(tiny_folder("state_space"))))
+        context_length_of(PreTrainedConfig(), None)
+    assert context_length_of(PreTrainedConfig(), 100) == 100
+
+
+@pytest.mark.parametrize("name", ["state_space", "own_attention"])
+def test_no_flag_is_asked_for_where_none_would_help(
+    name: str, tiny_folder: Callable[[str], Path]
+) -> None:
+    with pytest.raises(UnsupportedModelError, match="no --prefix-cache-backend changes that"):
+        load_model(ModelConfig(model=str(tiny_folder(name))))
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -201,10 +212,10 @@ def test_a_served_model_does_not_run_outside_a_runner(tiny: Callable[[str], Load
         tiny("llama").model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
 
 
-def test_the_trial_catches_attention_that_is_not_ours(
+def test_the_compatibility_check_finds_attention_that_is_not_ours(
     tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model whose scores get a bias (as ALiBi's do) answers otherwise; the trial must see it."""
+    """A model whose scores get a bias (as ALiBi's do) answers otherwise; the check must find it."""
     from transformers.models.llama import modeling_llama
 
     plain = modeling_llama.create_causal_mask
@@ -232,6 +243,29 @@ def test_a_model_that_stumbles_is_refused_in_words(
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(UnsupportedModelError, match="does not run the way that kvweave runs"):
         load_model(ModelConfig(model=str(tiny_folder("llama"))))
+
+
+def test_code_that_cannot_drop_tokens_is_served_without(tmp_path: Path) -> None:
+    """Gemma 4 looks up a part of each layer's input by token, so its tensors cannot shrink."""
+    from transformers import Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        vocab_size=VOCABULARY,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size=64,
+        hidden_size_per_layer_input=8,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=8,
+        max_position_embeddings=CONTEXT,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    )
+    loaded = load_model(ModelConfig(model=str(save(config, tmp_path / "gemma4"))))
+    assert not loaded.prunes_tokens
+    assert [layout.window for layout in loaded.layouts] == [8, 8, None]
 
 
 def test_masks_are_never_built_when_serving(

@@ -21,7 +21,7 @@ from kvweave.fuzzy.provider import Candidate, create_provider
 from kvweave.fuzzy.recompute import choose
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.relocation import KVMover, MoveRun
-from kvweave.plugins import PARAPHRASE_GATE, load
+from kvweave.plugins import BACKENDS, PARAPHRASE_GATE, load
 from kvweave.prefix.contract import CacheOptions, CacheStats, Declined, Refusal, ReuseCounts
 from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.plan import Plan, Span, Tier
@@ -59,7 +59,10 @@ class FuzzyCache(RadixCache):
 
     def __init__(self, pool: PagePool, options: CacheOptions, mover: KVMover) -> None:
         if mover.refusal is not None:
-            raise UnsupportedModelError(f"{mover.refusal}; choose another --prefix-cache-backend")
+            exact = ", ".join(name for name, backend in BACKENDS.items() if not backend.moves)
+            raise UnsupportedModelError(
+                f"{mover.refusal}; it can be served with --prefix-cache-backend {exact}"
+            )
         super().__init__(pool, options)
         self._config = options.fuzzy or FuzzyConfig()
         self._mover = mover

@@ -1,12 +1,13 @@
-"""A short trial at start: does the model answer packed rows as transformers answers each alone?
+"""The compatibility check at start: packed rows must get the logits that each row gets alone.
 
-Whatever kvweave's attention does not know (biases added to scores, state that runs from token to
-token, a head that ignores which rows are wanted) shows up here, before the first request.
+It finds everything that kvweave's attention lacks (biases added to scores, state that runs from
+token to token, a head that ignores which rows are wanted) before the first request.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -16,53 +17,50 @@ from kvweave.errors import UnsupportedModelError
 from kvweave.kv.layout import LayerLayout
 from kvweave.models import hooks
 
-_ROWS = (11, 1, 4)
-"""Lengths of the rows that are tried together."""
+_LENGTHS = (11, 1, 4)
+"""Lengths of the rows, in tokens."""
 # Relative difference of logits that rounding explains; in narrow types it may choose other experts.
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_HALF = 1e-1
 
 
-def check_compatibility(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> int:
-    """Compare packed rows with single ones; the number of logits per token.
+class Compatibility(NamedTuple):
+    """Properties of a model that passed the check."""
 
-    Raises UnsupportedModelError, as the end of a sentence about the model, where they differ.
+    vocab_size: int
+    """Logits per token."""
+    prunes_tokens: bool
+    """Tokens may drop out between its layers without a change for the others."""
+
+
+def check_compatibility(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> Compatibility:
+    """Compare the logits of packed rows with those of each row alone.
+
+    It also lets `hooks.token_pruning` reach the model's layers. Raises UnsupportedModelError, as
+    the end of a sentence about the model, where the logits differ.
     """
-    ids, positions, ends = _packed_rows(model)
-    rows = torch.split(ids, list(_ROWS))
+    rows = _Rows(model, layouts)
     with torch.inference_mode():
-        alone = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows])
-        dense = _DensePacked(layouts, [0, *ends.tolist()])
-        with hooks.implementation(model, hooks.SERVING), hooks.attention(dense):
-            packed = model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=ends - 1,
-            ).logits[0]
-    expected = alone[ends - 1]
-    if packed.shape != expected.shape:
-        raise UnsupportedModelError("it cannot give the logits of chosen tokens only")
-    error = (packed - expected).float().norm() / expected.float().norm()
-    if not error < _TOLERANCE.get(packed.dtype, _TOLERANCE_HALF):
-        raise UnsupportedModelError(
-            "it answers prompts that are computed together otherwise than each alone, so it needs "
-            "something that kvweave's attention does not have (such as biases on scores, or state "
-            "that runs from token to token)"
-        )
-    return int(packed.shape[-1])
+        expected = rows.alone()
+        packed = rows.packed(rows.ends - 1)
+        if packed.shape != expected.shape:
+            raise UnsupportedModelError("it cannot give the logits of chosen tokens only")
+        if not _close(packed, expected):
+            raise UnsupportedModelError(
+                "it answers prompts that are computed together otherwise than each alone, so it "
+                "needs something that kvweave's attention does not have (such as biases on scores, "
+                "or state that runs from token to token)"
+            )
+        hooks.prepare(model)
+        return Compatibility(int(packed.shape[-1]), _prunes_tokens(rows, packed[1:]))
 
 
-def prunes_tokens(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> bool:
-    """Whether tokens may drop out between the model's layers without harm to those that stay.
-
-    The first row drops out after the first layer; the others must be answered as if it had not.
-    For a model that `hooks.prepare` has seen and `check_compatibility` has passed.
-    """
-    total, gone = sum(_ROWS), _ROWS[0]
-    ids, positions, ends = _packed_rows(model)
-    dense = _DensePacked(layouts, [0, *ends.tolist()])
-    at = ends[1:] - 1
+def _prunes_tokens(rows: _Rows, expected: torch.Tensor) -> bool:
+    """Whether the logits stay as `expected` when the first row drops out after the first layer."""
+    total, gone = sum(_LENGTHS), _LENGTHS[0]
+    dense = rows.attention
+    dense.layer = None
+    at = rows.ends[1:] - 1
 
     def drop(tensor: torch.Tensor) -> torch.Tensor:
         if dense.layer is None or tensor.dim() < 2 or tensor.shape[:2] != (1, total):
@@ -72,48 +70,61 @@ def prunes_tokens(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> b
             at.sub_(gone)
         return tensor[:, gone:]
 
-    def answers() -> torch.Tensor:
-        with hooks.implementation(model, hooks.SERVING), hooks.attention(dense):
-            output = model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=at,
-            )
-        logits: torch.Tensor = output.logits[0]
-        return logits.float()
-
-    with torch.inference_mode():
-        expected = answers()
-        dense.layer = None
-        try:
-            with hooks.token_pruning(drop):
-                found = answers()
-        except Exception:  # whatever a model's code does when tensors get shorter on the way
-            return False
-    error = (found - expected).norm() / expected.norm()
-    return len(dense.rows) < len(_ROWS) and bool(
-        error < _TOLERANCE.get(model.dtype, _TOLERANCE_HALF)
+    try:
+        with hooks.token_pruning(drop):
+            found = rows.packed(at)
+    except Exception:  # model code may fail in any way when tensors get shorter between layers
+        return False
+    return (
+        len(dense.rows) < len(_LENGTHS)
+        and found.shape == expected.shape
+        and _close(found, expected)
     )
 
 
-def _packed_rows(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows that are tried, one after another: token ids and positions (T), ends (rows)."""
-    lengths = torch.tensor(_ROWS, device=model.device)
-    vocab = model.config.get_text_config().vocab_size
-    ids = torch.arange(1, sum(_ROWS) + 1, device=model.device) * 7919 % vocab
-    positions = torch.cat([torch.arange(n, device=model.device) for n in _ROWS])
-    return ids, positions, lengths.cumsum(0)
+def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    error = (found - expected).float().norm() / expected.float().norm()
+    return bool(error < _TOLERANCE.get(found.dtype, _TOLERANCE_HALF))
+
+
+class _Rows:
+    """A few rows of tokens, and the model's logits for them, packed and alone."""
+
+    def __init__(self, model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> None:
+        self._model = model
+        device, vocab = model.device, model.config.get_text_config().vocab_size
+        self._ids = torch.arange(1, sum(_LENGTHS) + 1, device=device) * 7919 % vocab
+        self._positions = torch.cat([torch.arange(n, device=device) for n in _LENGTHS])
+        self.ends = torch.tensor(_LENGTHS, device=device).cumsum(0)
+        self.attention = _DensePacked(layouts, [0, *self.ends.tolist()])
+
+    def alone(self) -> torch.Tensor:
+        """Each row's last logits (rows, vocab), from a forward pass of its own."""
+        single = torch.split(self._ids, list(_LENGTHS))
+        return torch.cat(
+            [self._model(input_ids=row[None], use_cache=False).logits[0, -1:] for row in single]
+        )
+
+    def packed(self, at: torch.Tensor) -> torch.Tensor:
+        """Logits (len(at), vocab) of the tokens `at`, from one forward pass over all rows."""
+        with hooks.implementation(self._model, hooks.SERVING), hooks.attention(self.attention):
+            logits: torch.Tensor = self._model(
+                input_ids=self._ids[None],
+                position_ids=self._positions[None],
+                use_cache=False,
+                logits_to_keep=at,
+            ).logits[0]
+        return logits
 
 
 class _DensePacked:
-    """What the engine's attention computes, in its plainest form: all scores, masked per row."""
+    """The engine's attention in its plainest form: all scores, masked per row."""
 
     def __init__(self, layouts: tuple[LayerLayout, ...], starts: list[int]) -> None:
         self.layouts = layouts
         self.rows = [slice(*pair) for pair in pairwise(starts)]
         self.layer: int | None = None
-        """The last that was computed."""
+        """The layer that was computed last; None before the first."""
 
     def __call__(
         self,

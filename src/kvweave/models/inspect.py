@@ -220,14 +220,18 @@ def _run(model: PreTrainedModel, position: int) -> dict[int, _Seen]:
     return probe.seen
 
 
+NO_INTERFACE = (
+    "do not go through transformers' attention interface (linear attention, state space, "
+    "convolution, code of its own), so kvweave cannot keep their state; no --prefix-cache-backend "
+    "changes that"
+)
+"""The end of a sentence about the layers of a model that cannot be served."""
+
+
 def _check_layers(seen: dict[int, _Seen], expected: int) -> None:
     missing = [at for at in range(expected) if at not in seen]
     if missing or len(seen) != expected:
-        raise UnsupportedModelError(
-            f"{len(missing)} of its {expected} layers do not go through transformers' attention "
-            "interface (linear attention, state space, convolution, code of its own), so that "
-            "kvweave cannot keep their state"
-        )
+        raise UnsupportedModelError(f"{len(missing)} of its {expected} layers {NO_INTERFACE}")
     for at, layer in seen.items():
         if layer.window == hooks.UNKNOWN_MASK:
             raise UnsupportedModelError(

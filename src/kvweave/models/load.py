@@ -10,15 +10,21 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from kvweave.config import ModelConfig
 from kvweave.errors import ConfigError, KvweaveError, UnsupportedModelError, reason
 from kvweave.kv.layout import LayerLayout
 from kvweave.models import cpu, hooks
 from kvweave.models.cache import Progress, no_library_bars, silent
-from kvweave.models.compatibility import check_compatibility, prunes_tokens
-from kvweave.models.inspect import inspect_layers
+from kvweave.models.compatibility import Compatibility, check_compatibility
+from kvweave.models.inspect import NO_INTERFACE, inspect_layers
 from kvweave.models.sources import Source, find_source
 
 _log = logging.getLogger(__name__)
@@ -44,6 +50,9 @@ def context_length_of(settings: PreTrainedConfig, wanted: int | None) -> int:
     own = _own_context_length(settings)
     if wanted is None:
         if own is None:
+            code: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
+            if code is not None and not code._supports_attention_backend:
+                raise UnsupportedModelError(f"its layers {NO_INTERFACE}")
             raise UnsupportedModelError(
                 "its configuration has no max_position_embeddings: say with --context-length how "
                 "long a prompt and its output may be"
@@ -131,9 +140,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         context_length = context_length_of(source.settings, config.context_length)
         tokenizer = _tokenizer(source, config.tokenizer)
         model = _weights(source, dtype, device, progress)
-        layouts, vocab_size = _prove(model, context_length)
-        hooks.prepare(model)
-        can_prune = prunes_tokens(model, layouts)
+        layouts, checked = _inspect(model, context_length)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{source.name} cannot be served: {error}") from error
     model.set_attn_implementation(hooks.SERVING)
@@ -148,8 +155,8 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         identity=_identity(source, dtype, layouts),
         layouts=layouts,
         context_length=context_length,
-        vocab_size=vocab_size,
-        prunes_tokens=can_prune,
+        vocab_size=checked.vocab_size,
+        prunes_tokens=checked.prunes_tokens,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         dtype=dtype,
         device=device,
@@ -224,8 +231,10 @@ def _weights(
     return model
 
 
-def _prove(model: PreTrainedModel, context_length: int) -> tuple[tuple[LayerLayout, ...], int]:
-    """Layouts, and logits per token, of a model that was seen to run as the engine runs models."""
+def _inspect(
+    model: PreTrainedModel, context_length: int
+) -> tuple[tuple[LayerLayout, ...], Compatibility]:
+    """Inspect and check a model by running it the way the engine does."""
     try:
         layouts = inspect_layers(model, context_length)
         return layouts, check_compatibility(model, layouts)
