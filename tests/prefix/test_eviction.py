@@ -64,14 +64,14 @@ class Thing:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["push", "use", "hold", "free", "pop"]),
+            st.sampled_from(["push", "use", "hold", "free", "lowest", "discard"]),
             st.integers(0, 7),
             st.integers(0, 3),
         ),
         max_size=60,
     )
 )
-def test_the_queue_pops_what_a_sort_would(operations: list[tuple[str, int, int]]) -> None:
+def test_the_queue_finds_what_a_sort_would(operations: list[tuple[str, int, int]]) -> None:
     things = [Thing((0, 0)) for _ in range(8)]
     queued: set[Thing] = set()
     queue: EvictionQueue[Thing] = EvictionQueue(lambda at: at.key, lambda at: at.candidate)
@@ -85,16 +85,19 @@ def test_the_queue_pops_what_a_sort_would(operations: list[tuple[str, int, int]]
             thing.key = (thing.key[0], thing.key[1] + more)
         elif action == "hold":
             thing.candidate = False
-        elif action == "pop":
+        elif action == "discard":
+            queue.discard(thing)
+            queued.discard(thing)
+        elif action == "lowest":
             before = (0, more) if index % 2 else None
-            popped = queue.pop(before)
+            found = queue.lowest(before)
             candidates = [at for at in queued if at.candidate]
             if before is not None:
                 candidates = [at for at in candidates if at.key < before]
-            assert (popped is None) == (not candidates)
-            if popped is not None:
-                assert popped.key == min(at.key for at in candidates)
-                queued.remove(popped)
+            assert (found is None) == (not candidates)
+            if found is not None:
+                assert found.key == min(at.key for at in candidates)
+                assert queue.lowest(before) is found, "it stays while it is a candidate"
         for at in list(queued):
             assert at in queue or not at.candidate
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.relocation import MoveRun
 from kvweave.prefix.contract import CacheOptions
-from kvweave.prefix.lease import Namespace, RequestView
+from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.prefix.registry import create_cache
 
 NS = Namespace("model")
@@ -78,7 +78,7 @@ class World:
         expected = self.longest_prefix(view)
         assert self.cache.match(view) == expected
         before = self.cache.cached_pages
-        client = Client(self, view)
+        client = Client(self, view, self.cache.lease(view))
         self.forget(before - self.cache.cached_pages)  # room for moved KV is made at once
         assert client.lease.plan.exact == expected
         self.live.append(client)
@@ -163,11 +163,11 @@ class World:
 class Client:
     """One request, as its scheduler drives it."""
 
-    def __init__(self, world: World, view: RequestView) -> None:
+    def __init__(self, world: World, view: RequestView, lease: Lease) -> None:
         self.world = world
         self.view = view
         self.tokens = view.tokens
-        self.lease = world.cache.lease(view)
+        self.lease = lease
         self.done = 0
         """Of the plan's positions to compute, then of the output."""
         self.frontier = self.lease.plan.frontier(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvweave.config import FuzzyConfig
@@ -19,6 +19,7 @@ from kvweave.fuzzy.pending import PendingDonors
 from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate, create_provider
 from kvweave.fuzzy.recompute import choose
+from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.relocation import KVMover, MoveRun
 from kvweave.plugins import BACKENDS, PARAPHRASE_GATE, load
@@ -26,6 +27,7 @@ from kvweave.prefix.contract import CacheOptions, CacheStats, Declined, Refusal,
 from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.plan import Plan, Span, Tier
 from kvweave.prefix.radix import RadixCache, RadixLease
+from kvweave.prefix.tree import Node
 
 _log = logging.getLogger(__name__)
 
@@ -75,19 +77,21 @@ class FuzzyCache(RadixCache):
         self.paraphrases: Gate = create_gate(self._donors, self._config, options.decode)
 
     def lease(self, view: RequestView) -> RadixLease:
-        lease = super().lease(view)
-        self._donors.leases.add(lease)
+        lease: RadixLease | None = None
         try:
+            lease = super().lease(view)
+            self._donors.leases.add(lease)
             pieces = self._pieces(view, lease.plan.exact) if self._allows(view) else []
             if pieces:
                 self._realize(lease, pieces, self._share(view))
             if view.fuzzy and self.options.wait_for_pending:
                 # What it computes although it might have been served stands nowhere else.
                 self._pending_donors.add(lease, view.tokens)
+            return lease
         except BaseException:
-            self.release(lease)  # nobody else knows of it yet
+            if lease is not None:
+                self.release(lease)  # nobody else knows of it yet
             raise
-        return lease
 
     def release(self, lease: Lease) -> None:
         self._donors.leases.discard(lease)
@@ -100,8 +104,8 @@ class FuzzyCache(RadixCache):
         donors.prompt_end = lease.plan.publishable // self.page_size * self.page_size
         super().publish(lease, tokens, computed)
 
-    def record(self, lease: Lease) -> None:
-        super().record(lease)
+    def _touch(self, lease: Lease) -> None:
+        super()._touch(lease)
         for span in lease.plan.spans:
             node = self._donors.named(int(span.donor))
             if node is not None:
@@ -205,19 +209,29 @@ class FuzzyCache(RadixCache):
     def _realize(self, lease: RadixLease, pieces: list[Candidate], recompute: float) -> None:
         """Copy the donors' KV into pages of the lease's own; if that fails, it stays exact."""
         nodes = [self._donors.node(piece.page) for piece in pieces]
-        donors = [node for node in nodes if node is not None]
-        for node in donors:
-            self.tree.lock(node)
+        self._pin(lease, [node for node in nodes if node is not None])
         exact_pages = len(lease.pages)
-        try:
-            # Evicts others if need be; the donors are locked.
-            if self.grow(lease, pieces[-1].end) and not self._move(lease, pieces, recompute):
-                surplus = lease.pages[exact_pages:].copy()
-                lease.truncate(exact_pages)
-                self.pool.drop(surplus)
-        finally:
-            for node in donors:
-                self.tree.unlock(node)
+        # Evicts others if need be; the donors are locked.
+        if self.grow(lease, pieces[-1].end) and not self._move(lease, pieces, recompute):
+            self._shrink(lease, exact_pages)
+        self._pin(lease, ())
+
+    @atomic
+    def _pin(self, lease: RadixLease, nodes: Sequence[Node]) -> None:
+        """Let the lease hold the paths to `nodes` beside its own, and no others."""
+        lease.keep(self._journal)
+        for node in nodes:
+            self.tree.lock(node)
+        for node in lease.pinned:
+            self.tree.unlock(node)
+        lease.pinned = tuple(nodes)
+
+    @atomic
+    def _shrink(self, lease: RadixLease, pages: int) -> None:
+        """Drop all but the lease's first `pages` pages."""
+        lease.keep(self._journal)
+        self.pool.drop(lease.pages[pages:])
+        lease.truncate(pages)
 
     def _move(self, lease: RadixLease, pieces: list[Candidate], recompute: float) -> bool:
         """Fill the lease's pages and set its plan; False, and no new plan, if that fails."""

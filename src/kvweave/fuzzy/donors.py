@@ -53,6 +53,7 @@ class DonorTree:
         self._order = np.full(num_pages, -1, np.int32)
         self._depth = np.zeros(num_pages, np.int32)
         """By page: how many pages lie above it on its path."""
+        self._journal = tree.journal
         tree.observers.append(self)
 
     @property
@@ -172,38 +173,65 @@ class DonorTree:
     def on_store(self, node: Node, first_page: int) -> None:
         pages = node.pages[first_page:]
         depth = node.start // self.page_size + first_page
+        self._journal.keys(self._nodes, node.order)
+        self._journal.items(self._order, pages)
         self._nodes[node.order] = node
         self._order[pages] = node.order
         self._depth[pages] = np.arange(depth, depth + len(pages))
         if self.listener is not None:
-            run = PublishedRun(
-                rid=self.publisher,
-                namespace=node.namespace,
-                pages=read_only(pages),
-                start=depth * self.page_size,
-                tokens=read_only(node.tokens[first_page * self.page_size :]),
-                semantic=self.semantic,
-                complete=node.end >= self.prompt_end,
-            )
-            self.listener.on_published(run)
+            self._journal.on_undone(self.listener.on_evicted, read_only(pages))
+            complete = node.end >= self.prompt_end
+            self._publish(node, first_page, self.publisher, self.semantic, complete)
 
     def on_split(self, upper: Node, lower: Node) -> None:
+        self._journal.keys(self._nodes, upper.order)
+        self._journal.items(self._order, upper.pages)
         self._nodes[upper.order] = upper
         self._order[upper.pages] = upper.order
 
     def on_remove(self, node: Node, first_page: int) -> None:
         pages = node.pages[first_page:]
+        self._journal.keys(self._nodes, node.order)
+        self._journal.items(self._order, pages)
         self._order[pages] = -1
         if not first_page:
             del self._nodes[node.order]
         if self.listener is not None:
+            self._journal.on_undone(self._publish, node, first_page)
             self.listener.on_evicted(read_only(pages))
 
     def on_reset(self) -> None:
-        self._nodes.clear()
+        nodes = list(self._nodes.values())
+        self._journal.fields(self, "_nodes")
+        self._journal.items(self._order, slice(None))
+        self._nodes = {}
         self._order.fill(-1)
         if self.listener is not None:
+            for node in nodes:
+                self._journal.on_undone(self._publish, node)
             self.listener.clear()
+
+    def _publish(
+        self,
+        node: Node,
+        first_page: int = 0,
+        rid: str = "",
+        semantic: bool = False,
+        complete: bool = True,
+    ) -> None:
+        """Tell the listener of `node.pages[first_page:]`; by default, what is least and safe."""
+        if self.listener is not None:
+            self.listener.on_published(
+                PublishedRun(
+                    rid=rid,
+                    namespace=node.namespace,
+                    pages=read_only(node.pages[first_page:]),
+                    start=node.start + first_page * self.page_size,
+                    tokens=read_only(node.tokens[first_page * self.page_size :]),
+                    semantic=semantic,
+                    complete=complete,
+                )
+            )
 
     # Proving.
 

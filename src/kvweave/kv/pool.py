@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvweave.errors import IntegrityError
+from kvweave.kv.journal import Journal
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 
@@ -21,7 +22,8 @@ IntArray: TypeAlias = npt.NDArray[np.int32]
 class PagePool:
     """Hands out pages and counts their owners.
 
-    Not thread-safe: it belongs to the engine's thread.
+    Not thread-safe: it belongs to the engine's thread. `journal` is shared by all that changes
+    together with the pool: a cache, its tree or index.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -31,6 +33,7 @@ class PagePool:
             )
         self.page_size = page_size
         self.num_pages = num_pages
+        self.journal = Journal()
         self._owners = np.zeros(num_pages, np.int32)
         # A stack whose top is its end; descending, so that a fresh pool hands out ascending runs,
         # which attention and copies read as one stream of memory.
@@ -52,15 +55,19 @@ class PagePool:
             raise ValueError(f"cannot take {n} pages")
         if n > self._num_free:
             return None
-        self._num_free -= n
-        pages = self._free[self._num_free : self._num_free + n][::-1].copy()
+        left = self._num_free - n
+        pages = self._free[left : self._num_free][::-1].copy()
+        self.journal.fields(self, "_num_free")
+        self.journal.items(self._owners, pages)
         self._owners[pages] = 1
+        self._num_free = left
         return pages
 
     def share(self, pages: IntArray) -> None:
         """Add one owner to each of `pages` (distinct, and none of them free)."""
         if len(pages) and int(self._owners[pages].min()) < 1:
             raise IntegrityError("a free page was shared")
+        self.journal.items(self._owners, pages)
         self._owners[pages] += 1
 
     def drop(self, pages: IntArray) -> int:
@@ -73,9 +80,13 @@ class PagePool:
         owners = self._owners[pages] - 1
         if int(owners.min()) < 0:
             raise IntegrityError("a page was dropped by someone who did not own it")
+        freed = pages[owners == 0][::-1]
+        room = slice(self._num_free, self._num_free + len(freed))
+        self.journal.fields(self, "_num_free")
+        self.journal.items(self._owners, pages)
+        self.journal.items(self._free, room)
         self._owners[pages] = owners
-        freed = pages[owners == 0]
-        self._free[self._num_free : self._num_free + len(freed)] = freed[::-1]
+        self._free[room] = freed
         self._num_free += len(freed)
         return len(freed)
 

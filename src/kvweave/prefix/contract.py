@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from kvweave.config import FuzzyConfig
+from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.events import KVEvent
 from kvweave.prefix.eviction import Key
@@ -92,6 +93,8 @@ class PrefixCache(ABC):
     - A match never covers the last token: at least one is computed, never into a shared page.
     - `match` changes nothing that anyone could see, not even recency.
     - Every page in a lease has that lease as an owner; every page kept has the cache as one.
+    - An operation that raises has changed nothing, and may be tried again. Only `grow` may have
+      evicted by then.
     """
 
     name: ClassVar[str]
@@ -100,6 +103,7 @@ class PrefixCache(ABC):
         self.pool = pool
         self.options = options
         self.counters = CacheStats()
+        self._journal = pool.journal
 
     @property
     def page_size(self) -> int:
@@ -185,21 +189,34 @@ class PrefixCache(ABC):
             if short > self.evictable_pages:
                 return False
             self.evict(short, before)
+        return self._append(lease, need)
+
+    @atomic
+    def _append(self, lease: Lease, need: int) -> bool:
         pages = self.pool.alloc(need)
         if pages is None:
             return False
+        lease.keep(self._journal)
         lease.append(pages)
         return True
 
+    @atomic
     def record(self, lease: Lease) -> None:
         """Count this request's hits; the scheduler calls it once, at first admission."""
         counters, plan = self.counters, lease.plan
-        counters.requests += 1
-        counters.query_tokens += plan.length
-        hits = counters.hit_tokens
+        hits = dict(counters.hit_tokens)
         hits["exact"] = hits.get("exact", 0) + plan.exact
         for tier in {span.tier for span in plan.spans}:
             hits[tier.value] = hits.get(tier.value, 0) + plan.served_by(tier)
+        self._journal.fields(counters, "requests", "query_tokens", "hit_tokens")
+        counters.requests += 1
+        counters.query_tokens += plan.length
+        counters.hit_tokens = hits
+        self._touch(lease)
+
+    @abstractmethod
+    def _touch(self, lease: Lease) -> None:
+        """For backends: what serves `lease` was hit once."""
 
     def reuse_counts(self) -> ReuseCounts:
         """Counters of reuse beyond the prefix, at hand at once: nobody is asked."""
@@ -272,6 +289,7 @@ class PrefixCache(ABC):
         if not len(canonical):
             return
         duplicates = lease.pages[first : first + len(canonical)].copy()
+        self._journal.fields(self.counters, "converged_pages")
         self.pool.share(canonical)
         lease.replace(first, canonical)
         self.pool.drop(duplicates)

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from kvweave.kv.journal import Journal
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.hash_index import namespace_seed, page_hashes
 from kvweave.prefix.lease import Namespace
@@ -60,39 +61,44 @@ class EventSink(Protocol):
 
 
 class EventLog:
-    """Events in the order in which things happened."""
+    """Events in the order in which things happened; none of an operation that was undone."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, journal: Journal) -> None:
         self._page_size = page_size
+        self._journal = journal
         self._events: list[KVEvent] = []
 
     def stored(
         self, hashes: Iterable[int], parent: int | None, tokens: IntArray, namespace: Namespace
     ) -> None:
         """Pages with these `hashes` now hold `tokens`, behind the page with hash `parent`."""
-        self._events.append(
+        self._add(
             BlockStored(
                 tuple(hashes), parent, tuple(tokens.tolist()), self._page_size, namespace.salt
             )
         )
 
     def removed(self, hashes: Iterable[int]) -> None:
-        self._events.append(BlockRemoved(tuple(hashes)))
+        self._add(BlockRemoved(tuple(hashes)))
 
     def cleared(self) -> None:
-        self._events.append(AllBlocksCleared())
+        self._add(AllBlocksCleared())
 
     def take(self) -> list[KVEvent]:
         """All events since the last call."""
         taken, self._events = self._events, []
         return taken
 
+    def _add(self, event: KVEvent) -> None:
+        self._journal.tail(self._events)
+        self._events.append(event)
+
 
 class TreeEvents(EventLog):
     """Watches a radix tree (`TreeObserver`). Hashes are kept by page, so splits need no care."""
 
-    def __init__(self, page_size: int, num_pages: int) -> None:
-        super().__init__(page_size)
+    def __init__(self, page_size: int, num_pages: int, journal: Journal) -> None:
+        super().__init__(page_size, journal)
         self._hashes = np.zeros(num_pages, np.uint64)
 
     def on_store(self, node: Node, first_page: int) -> None:

@@ -32,59 +32,64 @@ RANKS: dict[str, Rank] = {
 class EvictionQueue(Generic[Item]):
     """Candidates for eviction, smallest key first, at O(log n) for each push and pop.
 
-    An item has at most one entry, whose key may lag behind the item's own: `pop` puts such an item
-    back with its new key, and drops one that is no candidate any more. So nothing has to be told
-    when an item is used, locked or extended.
+    An item has at most one valid entry, whose key may lag behind the item's own. `lowest` refreshes
+    such a key, and drops an item that is no candidate any more. So the queue need not be told when
+    an item is used, locked or extended. It may hold more than the candidates, never fewer: an item
+    that becomes one is pushed before it does, and leaves after it has stopped being one.
     """
 
     def __init__(self, key: Callable[[Item], Key], is_candidate: Callable[[Item], bool]) -> None:
         self._key = key
         self._is_candidate = is_candidate
         self._heap: list[tuple[Key, int, Item]] = []
-        self._queued: set[Item] = set()
+        self._queued: dict[Item, int] = {}
+        """From an item to the order of its valid entry; other entries are stale."""
         self._pushes = 0  # breaks ties: first in, first out
 
     def push(self, item: Item) -> None:
         """Consider `item`, now a candidate; harmless if it is queued already."""
         if item not in self._queued:
-            self._queued.add(item)
             self._pushes += 1
             heapq.heappush(self._heap, (self._key(item), self._pushes, item))
+            self._queued[item] = self._pushes
 
-    def pop(self, before: Key | None = None) -> Item | None:
-        """Take the candidate with the smallest key, if that is below `before`; None without one."""
+    def discard(self, item: Item) -> None:
+        """Forget `item`; harmless if it is not queued."""
+        self._queued.pop(item, None)
+
+    def lowest(self, before: Key | None = None) -> Item | None:
+        """The candidate with the smallest key, if that is below `before`; None without one.
+
+        It stays queued for as long as it is a candidate.
+        """
         while self._heap:
             key, order, item = self._heap[0]
-            if not self._is_candidate(item):
+            if self._queued.get(item) != order:
                 heapq.heappop(self._heap)
-                self._queued.remove(item)
+            elif not self._is_candidate(item):
+                del self._queued[item]
             elif (now := self._key(item)) != key:
                 heapq.heapreplace(self._heap, (now, order, item))
             elif before is not None and key >= before:
                 return None
             else:
-                heapq.heappop(self._heap)
-                self._queued.remove(item)
                 return item
         return None
 
     def first(self, count: int) -> list[Item]:
-        """Up to `count` candidates in the order in which `pop` would give them; changes nothing."""
+        """Up to `count` candidates, smallest key first; changes nothing."""
         found: list[Item] = []
         heap = self._heap.copy()
         while heap and len(found) < count:
             key, order, item = heap[0]
-            if self._is_candidate(item) and (now := self._key(item)) != key:
+            valid = self._queued.get(item) == order and self._is_candidate(item)
+            if valid and (now := self._key(item)) != key:
                 heapq.heapreplace(heap, (now, order, item))
                 continue
             heapq.heappop(heap)
-            if self._is_candidate(item):
+            if valid:
                 found.append(item)
         return found
-
-    def clear(self) -> None:
-        self._heap.clear()
-        self._queued.clear()
 
     def __contains__(self, item: Item) -> bool:
         return item in self._queued

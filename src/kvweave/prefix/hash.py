@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvweave.errors import IntegrityError
+from kvweave.kv.journal import Journal, atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.contract import CacheOptions, PrefixCache
 from kvweave.prefix.events import EventLog, KVEvent
@@ -23,6 +24,10 @@ class HashLease(Lease):
         super().__init__(view, plan, pages)
         self.live = True
 
+    def keep(self, journal: Journal) -> None:
+        super().keep(journal)
+        journal.fields(self, "live")
+
 
 class HashCache(PrefixCache):
     """Each page is cached under one hash; duplicates converge to the page that came first."""
@@ -31,26 +36,32 @@ class HashCache(PrefixCache):
 
     def __init__(self, pool: PagePool, options: CacheOptions, hasher: Hasher = xxh3) -> None:
         super().__init__(pool, options)
-        self.index = HashIndex(pool.num_pages, pool.page_size, options.eviction, hasher)
-        self._log = EventLog(pool.page_size) if options.events else None
+        self.index = HashIndex(
+            pool.num_pages, pool.page_size, options.eviction, hasher, pool.journal
+        )
+        self._log = EventLog(pool.page_size, pool.journal) if options.events else None
         self._live = 0
 
     def match(self, view: RequestView) -> int:
         return len(self._find(view)) * self.page_size
 
+    @atomic
     def lease(self, view: RequestView) -> HashLease:
         pages = self._find(view)
+        self._journal.fields(self, "_live")
         self.index.lock(pages)
         self.pool.share(pages)
         self._live += 1
         return HashLease(view, Plan(len(view.tokens), len(pages) * self.page_size), pages)
 
+    @atomic
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
         assert isinstance(lease, HashLease)
         begin, end = lease.published, self._shareable(lease, computed)
         if end <= begin or not lease.live:
             return
         first, last = begin // self.page_size, end // self.page_size
+        lease.keep(self._journal)
         parent = int(lease.pages[first - 1]) if first else NO_PARENT
         known, taken = self.index.extend(
             lease.namespace, parent, tokens[begin:end], lease.pages[first:last]
@@ -62,10 +73,13 @@ class HashCache(PrefixCache):
             self._log_stored(self._log, lease, tokens, fresh, fresh + taken)
         lease.published = (fresh + taken) * self.page_size
 
+    @atomic
     def release(self, lease: Lease) -> None:
         assert isinstance(lease, HashLease)
         if not lease.live:
             return
+        lease.keep(self._journal)
+        self._journal.fields(self, "_live")
         lease.live = False
         self._live -= 1
         chain = self._chain(lease)
@@ -74,20 +88,22 @@ class HashCache(PrefixCache):
         self.pool.drop(lease.pages)
         lease.clear()
 
-    def record(self, lease: Lease) -> None:
-        super().record(lease)
+    def _touch(self, lease: Lease) -> None:
         self.index.touch(self._chain(lease), lease.priority, hits=1)
 
     def eviction_key(self, priority: int) -> Key:
         return self.index.eviction_key(priority)
 
+    @atomic
     def evict(self, pages: int, before: Key | None = None) -> int:
+        self._journal.fields(self.counters, "evicted_pages")
         gone = self.index.evict(pages, before)
         if self._log is not None and len(gone):
             self._log.removed(self.index.hashes(gone))
         self.counters.evicted_pages += len(gone)
         return self.pool.drop(gone)
 
+    @atomic
     def reset(self) -> None:
         if self._live:
             raise IntegrityError(f"the cache cannot be cleared while {self._live} requests run")

@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from kvweave.errors import IntegrityError
+from kvweave.kv.journal import Journal
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
 from kvweave.prefix.lease import Namespace
@@ -56,9 +57,15 @@ class HashIndex:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, eviction: str = "lru", hasher: Hasher = xxh3
+        self,
+        num_pages: int,
+        page_size: int,
+        eviction: str = "lru",
+        hasher: Hasher = xxh3,
+        journal: Journal | None = None,
     ) -> None:
         self.page_size = page_size
+        self._journal = Journal() if journal is None else journal
         self.cached_pages = 0
         self.evictable_pages = 0
         """Unlocked pages; what hangs below one of these is unlocked as well."""
@@ -109,17 +116,19 @@ class HashIndex:
         if len(known):
             parent = int(known[-1])
         tokens, pages = tokens[len(known) * self.page_size :], pages[len(known) :]
-        names: list[int] = []
+        named: dict[int, int] = {}
         for name, page in zip(self._names(namespace, tokens, parent), pages.tolist(), strict=True):
-            if self._pages.setdefault(name, page) != page:
+            if name in self._pages or name in named:
                 break
-            names.append(name)
-        self._enter(namespace, parent, tokens, pages[: len(names)], names)
-        return known, len(names)
+            named[name] = page
+        self._enter(namespace, parent, tokens, pages[: len(named)], named)
+        return known, len(named)
 
     def lock(self, pages: IntArray) -> None:
         """Keep a chain until `unlock`."""
         locks = self._locks[pages]
+        self._journal.fields(self, "evictable_pages")
+        self._journal.items(self._locks, pages)
         self.evictable_pages -= int(np.count_nonzero(locks == 0))
         self._locks[pages] = locks + 1
 
@@ -128,6 +137,8 @@ class HashIndex:
         locks = self._locks[pages] - 1
         if len(pages) and int(locks.min()) < 0:
             raise IntegrityError("a page was unlocked that nobody holds")
+        self._journal.fields(self, "evictable_pages")
+        self._journal.items(self._locks, pages)
         self._locks[pages] = locks
         self.evictable_pages += int(np.count_nonzero(locks == 0))
         if len(pages) and self._is_leaf(last := int(pages[-1])):
@@ -138,6 +149,9 @@ class HashIndex:
 
         What is locked cannot go anyway: it is enough to say so before unlocking.
         """
+        self._journal.fields(self, "_clock")
+        for array in (self._last_used, self._priority, self._hits):
+            self._journal.items(array, pages)
         self._clock += 1
         self._last_used[pages] = self._clock
         priority = max(LOWEST, min(priority, -LOWEST - 1))  # what the array can hold
@@ -159,7 +173,9 @@ class HashIndex:
         Returns which.
         """
         gone: list[int] = []
-        while len(gone) < pages and (leaf := self._queue.pop(before)) is not None:
+        self._journal.fields(self, "cached_pages", "evictable_pages")
+        while len(gone) < pages and (leaf := self._queue.lowest(before)) is not None:
+            self._journal.on_undo(self._queue.push, leaf)
             gone += self._cut(leaf, pages - len(gone))
         self.cached_pages -= len(gone)
         self.evictable_pages -= len(gone)
@@ -169,9 +185,11 @@ class HashIndex:
         """Forget everything; IntegrityError if anything is locked."""
         if self.evictable_pages < self.cached_pages:
             raise IntegrityError("the cache cannot be cleared while requests hold parts of it")
-        self._pages.clear()
-        self._heads.clear()
-        self._queue.clear()
+        self._journal.fields(self, "_pages", "_heads", "_queue", "cached_pages", "evictable_pages")
+        for array in (self._parents, self._children):
+            self._journal.items(array, slice(None))
+        self._pages, self._heads = {}, {}
+        self._queue = EvictionQueue(self._key, self._is_leaf)
         self._parents[:] = _ABSENT
         self._children[:] = 0
         self.cached_pages = self.evictable_pages = 0
@@ -225,23 +243,37 @@ class HashIndex:
         return page_hashes(tokens, self.page_size, seed, self._hasher)
 
     def _enter(
-        self, namespace: Namespace, parent: int, tokens: IntArray, pages: IntArray, names: list[int]
+        self,
+        namespace: Namespace,
+        parent: int,
+        tokens: IntArray,
+        pages: IntArray,
+        named: dict[int, int],
     ) -> None:
-        """Write down all about `pages`, new in the index and locked by their one holder."""
-        if not names:
+        """Enter `pages`, new in the index and locked by their one holder, under their names."""
+        if not named:
             return
-        self._hashes[pages] = names
+        # What these say of an absent page does not matter, so nothing of it is kept.
+        self._hashes[pages] = list(named)
         self._tokens[pages] = tokens[: pages.size * self.page_size].reshape(-1, self.page_size)
-        self._parents[pages[0]], self._parents[pages[1:]] = parent, pages[:-1]
         self._children[pages] = 1
         self._children[pages[-1]] = 0
-        if parent == NO_PARENT:
-            self._heads[int(pages[0])] = namespace
-        else:
-            self._children[parent] += 1
         self._locks[pages] = 1
         self._hits[pages] = 0
         self._priority[pages] = LOWEST
+
+        first = int(pages[0])
+        self._journal.fields(self, "cached_pages")
+        self._journal.items(self._parents, pages)
+        self._journal.keys(self._pages, *named)
+        self._parents[first], self._parents[pages[1:]] = parent, pages[:-1]
+        if parent == NO_PARENT:
+            self._journal.keys(self._heads, first)
+            self._heads[first] = namespace
+        else:
+            self._journal.items(self._children, parent)
+            self._children[parent] += 1
+        self._pages |= named
         self.cached_pages += len(pages)
 
     def _cut(self, leaf: int, most: int) -> list[int]:
@@ -260,13 +292,21 @@ class HashIndex:
         ):
             run.append(parent)
             parent = self._parents.item(parent)
-        for name in self._hashes[run].tolist():
+        names = self._hashes[run].tolist()
+        self._journal.keys(self._pages, *names)
+        for array in (self._parents, self._children):
+            self._journal.items(array, run)
+        for name in names:
             del self._pages[name]
         self._parents[run] = _ABSENT
         self._children[run] = 0
+        for page in run:
+            self._queue.discard(page)  # it may come back as another, with a lower key
         if parent == NO_PARENT:
+            self._journal.keys(self._heads, run[-1])
             del self._heads[run[-1]]
         else:
+            self._journal.items(self._children, parent)
             self._children[parent] -= 1
             if self._is_leaf(parent):
                 self._queue.push(parent)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvweave.kv.journal import Journal
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.plan import Plan
 
@@ -86,6 +87,10 @@ class Lease:
         """A view, valid until the next call that grows, publishes or releases."""
         return self._buffer[: self._length]
 
+    def keep(self, journal: Journal) -> None:
+        """For caches only: the lease is about to change, in any way."""
+        journal.fields(self, "_buffer", "_length", "plan", "published")
+
     def append(self, pages: IntArray) -> None:
         """For caches only: add owned pages behind the last."""
         need = self._length + len(pages)
@@ -98,7 +103,9 @@ class Lease:
 
     def replace(self, first: int, pages: IntArray) -> None:
         """For caches only: converge to canonical pages from index `first` on."""
-        self._buffer[first : first + len(pages)] = pages
+        buffer = self._buffer.copy()
+        buffer[first : first + len(pages)] = pages
+        self._buffer = buffer
 
     def truncate(self, length: int) -> None:
         """For caches only: forget all but the first `length` pages."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvweave.errors import IntegrityError
+from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.contract import PrefixCache, Refusal
 from kvweave.prefix.eviction import Key
@@ -26,9 +27,14 @@ class NoCache(PrefixCache):
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
         pass
 
+    @atomic
     def release(self, lease: Lease) -> None:
+        lease.keep(self._journal)
         self.pool.drop(lease.pages)
         lease.clear()
+
+    def _touch(self, lease: Lease) -> None:
+        pass
 
     def eviction_key(self, priority: int) -> Key:
         return 0, 0

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvweave.errors import IntegrityError
+from kvweave.kv.journal import Journal, atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.contract import CacheOptions, PrefixCache
 from kvweave.prefix.events import KVEvent, TreeEvents
@@ -21,8 +22,9 @@ from kvweave.prefix.tree_snapshot import TreeSnapshot, take_snapshot
 class PendingPrefixes:
     """Leases with prompt pages still to publish, by namespace and first page."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, journal: Journal) -> None:
         self._page_size = page_size
+        self._journal = journal
         self._groups: dict[tuple[Namespace, bytes], dict[Lease, IntArray]] = {}
         self._group_of: dict[Lease, tuple[Namespace, bytes]] = {}
 
@@ -30,8 +32,11 @@ class PendingPrefixes:
         """`lease` will compute and publish whole pages of `tokens`, as far as its plan is exact."""
         if len(tokens) - lease.published >= self._page_size:
             group = self._group(lease.namespace, tokens)
+            members = {**self._groups.get(group, {}), lease: tokens}
+            self._journal.keys(self._groups, group)
+            self._journal.keys(self._group_of, lease)
+            self._groups[group] = members
             self._group_of[lease] = group
-            self._groups.setdefault(group, {})[lease] = tokens
 
     def progress(self, lease: Lease) -> None:
         """`lease` has published; it leaves once nothing of its prompt is to come."""
@@ -41,11 +46,17 @@ class PendingPrefixes:
 
     def discard(self, lease: Lease) -> None:
         """`lease` will publish nothing of its prompt any more."""
-        group = self._group_of.pop(lease, None)
-        if group is not None:
-            del self._groups[group][lease]
-            if not self._groups[group]:
-                del self._groups[group]
+        group = self._group_of.get(lease)
+        if group is None:
+            return
+        members = {other: at for other, at in self._groups[group].items() if other is not lease}
+        self._journal.keys(self._groups, group)
+        self._journal.keys(self._group_of, lease)
+        del self._group_of[lease]
+        if members:
+            self._groups[group] = members
+        else:
+            del self._groups[group]
 
     def pending_prefix(self, view: RequestView, matched: int, limit: int) -> int:
         """Tokens of `view.tokens[:limit]` that will be published; 0 if no more than `matched`."""
@@ -68,13 +79,21 @@ class PendingPrefixes:
 
 
 class RadixLease(Lease):
-    """Holds the path that ends with `node`, at position `published`; None once released."""
+    """Holds the path that ends with `node`, at position `published`; None once released.
 
-    __slots__ = ("node",)
+    `pinned` are the ends of other paths that it holds as well, whoever made them.
+    """
+
+    __slots__ = ("node", "pinned")
 
     def __init__(self, view: RequestView, plan: Plan, pages: IntArray, node: Node) -> None:
         super().__init__(view, plan, pages)
         self.node: Node | None = node
+        self.pinned: tuple[Node, ...] = ()
+
+    def keep(self, journal: Journal) -> None:
+        super().keep(journal)
+        journal.fields(self, "node", "pinned")
 
 
 class RadixCache(PrefixCache):
@@ -84,16 +103,18 @@ class RadixCache(PrefixCache):
 
     def __init__(self, pool: PagePool, options: CacheOptions) -> None:
         super().__init__(pool, options)
-        self.tree = RadixTree(pool.page_size, options.eviction)
-        self._pending = PendingPrefixes(pool.page_size)
-        self._events = TreeEvents(pool.page_size, pool.num_pages) if options.events else None
-        if self._events is not None:
+        self.tree = RadixTree(pool.page_size, options.eviction, pool.journal)
+        self._pending = PendingPrefixes(pool.page_size, pool.journal)
+        self._events: TreeEvents | None = None
+        if options.events:
+            self._events = TreeEvents(pool.page_size, pool.num_pages, pool.journal)
             self.tree.observers.append(self._events)
 
     def match(self, view: RequestView) -> int:
         place = self.tree.find(view.namespace, view.tokens[: self._servable(view)])
         return 0 if place is None else self.tree.length(place)
 
+    @atomic
     def lease(self, view: RequestView) -> RadixLease:
         root = self.tree.root(view.namespace)
         node = self.tree.cut(self.tree.descend(root, view.tokens[: self._servable(view)]))
@@ -104,12 +125,14 @@ class RadixCache(PrefixCache):
         self._pending.add(lease, view.tokens)
         return lease
 
+    @atomic
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
         assert isinstance(lease, RadixLease)
         begin, end = lease.published, self._shareable(lease, computed)
         if end <= begin or lease.node is None:
             return
         first, last = begin // self.page_size, end // self.page_size
+        lease.keep(self._journal)
         lease.node, canonical = self.tree.extend(
             lease.node, tokens[begin:end], lease.pages[first:last]
         )
@@ -118,31 +141,36 @@ class RadixCache(PrefixCache):
         lease.published = end
         self._pending.progress(lease)
 
+    @atomic
     def release(self, lease: Lease) -> None:
         assert isinstance(lease, RadixLease)
         if lease.node is None:
             return
+        lease.keep(self._journal)
         self._pending.discard(lease)
         self.tree.touch(lease.node, lease.priority)
-        self.tree.unlock(lease.node)
-        lease.node = None
+        for node in (*lease.pinned, lease.node):
+            self.tree.unlock(node)
         self.pool.drop(lease.pages)
+        lease.node, lease.pinned = None, ()
         lease.clear()
 
-    def record(self, lease: Lease) -> None:
+    def _touch(self, lease: Lease) -> None:
         assert isinstance(lease, RadixLease)
-        super().record(lease)
         if lease.node is not None:
             self.tree.touch(lease.node, lease.priority, hits=1)
 
     def eviction_key(self, priority: int) -> Key:
         return self.tree.eviction_key(priority)
 
+    @atomic
     def evict(self, pages: int, before: Key | None = None) -> int:
+        self._journal.fields(self.counters, "evicted_pages")
         freed = sum(self.pool.drop(run) for run in self.tree.evict(pages, before))
         self.counters.evicted_pages += freed
         return freed
 
+    @atomic
     def reset(self) -> None:
         pages = list(self.resident())
         self.tree.reset()
@@ -181,7 +209,7 @@ class RadixCache(PrefixCache):
         ends: Counter[Node] = Counter()
         for lease in leases:
             if isinstance(lease, RadixLease) and lease.node is not None:
-                ends[lease.node] += 1
+                ends.update((lease.node, *lease.pinned))
                 self._check_path(lease, lease.node)
         for node in self.tree.nodes():
             below = sum(child.locks for child in node.children.values())

@@ -6,12 +6,13 @@ holds a path and what may go. It owns no pages: that is its cache's job.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvweave.errors import IntegrityError
+from kvweave.kv.journal import Journal
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
 from kvweave.prefix.lease import Namespace
@@ -131,11 +132,14 @@ class RadixTree:
     """Token runs to pages, one root per namespace. Tokens and pages are int32 arrays.
 
     Whoever holds a path locks its last node, which locks everything above. Unlocked leaves are
-    evicted page by page, from the tail.
+    evicted page by page, from the tail. Every change is entered in `journal` before it is made.
     """
 
-    def __init__(self, page_size: int, eviction: str = "lru") -> None:
+    def __init__(
+        self, page_size: int, eviction: str = "lru", journal: Journal | None = None
+    ) -> None:
         self.page_size = page_size
+        self.journal = Journal() if journal is None else journal
         self.observers: list[TreeObserver] = []
         self.cached_pages = 0
         self.evictable_pages = 0
@@ -204,7 +208,9 @@ class RadixTree:
         root = self._roots.get(namespace)
         if root is None:
             none = np.empty(0, np.int32)
-            root = self._roots[namespace] = Node(namespace, None, none, none, self._next_order())
+            root = Node(namespace, None, none, none, self._next_order())
+            self.journal.keys(self._roots, namespace)
+            self._roots[namespace] = root
         return root
 
     def cut(self, place: Place) -> Node:
@@ -226,7 +232,10 @@ class RadixTree:
         )
         upper.locks, upper.hits = lower.locks, lower.hits
         upper.priority, upper.last_used = lower.priority, lower.last_used
-        parent.children[self._edge(upper)] = upper
+        edge = self._edge(upper)
+        self.journal.keys(parent.children, edge)
+        self.journal.fields(lower, "parent", "start", "tokens", "pages")
+        parent.children[edge] = upper
         lower.parent, lower.start = upper, upper.end
         lower.tokens, lower.pages = lower.tokens[tokens:].copy(), lower.pages[pages:].copy()
         upper.children[self._edge(lower)] = lower
@@ -236,16 +245,15 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         """Keep `node` and everything above it, all their pages, until `unlock`."""
-        for at in upwards(node):
-            if not at.locks:
-                self.evictable_pages -= len(at.pages)
-            at.locks += 1
+        self._lock(upwards(node))
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of `node`."""
         if node.locks < 1:
             raise IntegrityError("a path was unlocked that nobody holds")
+        self.journal.fields(self, "evictable_pages")
         for at in upwards(node):
+            self.journal.fields(at, "locks")
             at.locks -= 1
             if not at.locks:
                 self.evictable_pages += len(at.pages)
@@ -256,8 +264,10 @@ class RadixTree:
 
         What is locked cannot go anyway: it is enough to say so before unlocking.
         """
+        self.journal.fields(self, "_clock")
         self._clock += 1
         for at in upwards(node):
+            self.journal.fields(at, "last_used", "priority", "hits")
             at.last_used = self._clock
             at.priority = max(at.priority, priority)
             at.hits += hits
@@ -279,10 +289,7 @@ class RadixTree:
         last = self.cut(place)
         known = (last.end - node.end) // self.page_size
         walked = list(upwards(last, until=node))
-        for at in walked:  # downwards from a locked node, so what is above is locked already
-            if not at.locks:
-                self.evictable_pages -= len(at.pages)
-            at.locks += 1
+        self._lock(walked)  # it begins below a locked node, so what is above is locked already
         runs = [at.pages for at in reversed(walked)]
         held = np.concatenate(runs) if runs else np.empty(0, np.int32)
         if known < len(pages):
@@ -296,6 +303,8 @@ class RadixTree:
         for observer in self.observers:
             observer.on_remove(node, keep)
         lost = len(node.pages) - keep
+        self.journal.fields(self, "cached_pages", "evictable_pages")
+        self.journal.fields(node, "tokens", "pages")
         self.cached_pages -= lost
         self.evictable_pages -= lost
         if keep:
@@ -305,14 +314,17 @@ class RadixTree:
             return
         parent = node.parent
         assert parent is not None  # a root has no pages and is never evictable
-        del parent.children[self._edge(node)]
+        edge = self._edge(node)
+        self.journal.keys(parent.children, edge)
+        del parent.children[edge]
         node.pages = node.pages[:0]  # no candidate for eviction any more
         self._tidy(parent)
 
     def evict(self, pages: int, before: Key | None = None) -> list[IntArray]:
         """Forget `pages` pages, or all that are unlocked and go before `before`; returns which."""
         gone: list[IntArray] = []
-        while pages > 0 and (leaf := self._queue.pop(before)) is not None:
+        while pages > 0 and (leaf := self._queue.lowest(before)) is not None:
+            self.journal.on_undo(self._queue.push, leaf)
             keep = max(0, len(leaf.pages) - pages)
             gone.append(leaf.pages[keep:].copy())
             pages -= len(gone[-1])
@@ -323,11 +335,21 @@ class RadixTree:
         """Forget everything; IntegrityError if anything is locked."""
         if any(root.locks for root in self._roots.values()):
             raise IntegrityError("the cache cannot be cleared while requests hold parts of it")
-        self._roots.clear()
-        self._queue.clear()
+        self.journal.fields(self, "_roots", "_queue", "cached_pages", "evictable_pages")
+        self._roots = {}
+        self._queue = EvictionQueue(self._key, _is_evictable)
         self.cached_pages = self.evictable_pages = 0
         for observer in self.observers:
             observer.on_reset()
+
+    def _lock(self, path: Iterable[Node]) -> None:
+        """Add a holder to each node of `path`."""
+        self.journal.fields(self, "evictable_pages")
+        for at in path:
+            self.journal.fields(at, "locks")
+            if not at.locks:
+                self.evictable_pages -= len(at.pages)
+            at.locks += 1
 
     def _append(self, node: Node, tokens: IntArray, pages: IntArray) -> Node:
         """Put new pages behind `node`, which the caller has locked; no child begins like them."""
@@ -335,13 +357,17 @@ class RadixTree:
         if node.locks == 1 and not node.children and not node.hits and node.parent is not None:
             # Nobody else ends here and nobody hit it: the run just grows, as it does in decoding.
             first = len(node.pages)
+            self.journal.fields(node, "tokens", "pages")
             node.tokens = grown(node.tokens, tokens)
             node.pages = grown(node.pages, pages)
         else:
             parent = node
             node = Node(parent.namespace, parent, tokens.copy(), pages.copy(), self._next_order())
             node.locks = 1
-            parent.children[self._edge(node)] = node
+            edge = self._edge(node)
+            self.journal.keys(parent.children, edge)
+            parent.children[edge] = node
+        self.journal.fields(self, "cached_pages")
         self.cached_pages += len(pages)
         for observer in self.observers:
             observer.on_store(node, first)
@@ -352,6 +378,7 @@ class RadixTree:
         if _is_evictable(node):
             self._queue.push(node)
         elif node.parent is None and not node.locks and not node.children:
+            self.journal.keys(self._roots, node.namespace)
             del self._roots[node.namespace]
 
     def _edge(self, node: Node) -> bytes:
@@ -361,6 +388,7 @@ class RadixTree:
         return self._rank(node.hits, node.priority), node.last_used
 
     def _next_order(self) -> int:
+        self.journal.fields(self, "_created")
         self._created += 1
         return self._created
 
