@@ -1,9 +1,8 @@
-"""Proposes an order for a prompt's pieces in which more of it is an exact, cached prefix.
+"""Proposes an order of a prompt's pieces that makes its exact cached prefix longer.
 
-Exact reuse ends where two prompts first differ. An application that puts retrieved passages into a
-prompt often does not mind their order, and then an order that a cache has seen before costs nothing
-and is exact, which no reuse beyond the prefix is. kvweave never reorders by itself: `propose`
-answers with an order and what it gains, and whoever owns the prompt decides.
+Exact reuse ends where two prompts first differ. Applications that put retrieved passages into a
+prompt often accept any order, and an order that the cache has seen needs no approximation. kvweave
+never reorders by itself: `propose` returns an order and its gain, and the caller decides.
 
     proposal = propose(Pieces(head, passages, tail), SeenPrompts(earlier_prompts))
     if proposal.gain:
@@ -25,11 +24,11 @@ from kvweave.prefix.lease import Namespace, RequestView
 
 
 class Prefixes(Protocol):
-    """Whatever knows how much of a prompt would be an exact prefix."""
+    """Knows which prefixes of a prompt are cached."""
 
     @property
     def page_size(self) -> int:
-        """Lengths are multiples of it: up to `page_size` tokens more may be known than are told."""
+        """Lengths are multiples of it: up to `page_size - 1` more tokens may match."""
 
     def match_length(self, tokens: IntArray) -> int:
         """Tokens at the beginning of `tokens` (int32) that are known."""
@@ -41,7 +40,7 @@ def _nothing() -> IntArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """A prompt in pieces: int32 token ids, tokenised one by one, with whatever separates them.
+    """A prompt in pieces: int32 token ids, tokenised one by one, separators included.
 
     `head` stays first and `tail` last; `movable` may come in any order.
     """
@@ -65,16 +64,15 @@ class Proposal:
 
     @property
     def gain(self) -> int:
-        """Tokens that need not be computed if the order is taken; 0 leaves it as it was."""
+        """Tokens that the order saves computing; 0 means the given order stays."""
         return self.exact - self.exact_as_given
 
 
 def propose(pieces: Pieces, known: Prefixes, max_lookups: int = 256) -> Proposal:
     """The order with the longest exact prefix; among equals, the one nearest to the given order.
 
-    A search in depth: a piece is followed further only if all before it and itself may be known,
-    so that it costs about one look-up per piece and known order. `max_lookups` bounds it where many
-    orders are known; what was found by then is proposed.
+    A depth-first search that follows a piece only if it and all before it may be known, at about
+    one look-up per piece and known order. It stops after `max_lookups` with the best order so far.
     """
     search = _Search(pieces, known, max_lookups)
     given = tuple(range(len(pieces.movable)))
@@ -82,16 +80,16 @@ def propose(pieces: Pieces, known: Prefixes, max_lookups: int = 256) -> Proposal
     search.exact = as_given
     search.extend(pieces.head, (), given)
     order = search.best + tuple(at for at in given if at not in search.best)
-    # What follows the best beginning may be known as well, and pages may end in it.
+    # Tokens behind the best beginning may be known as well, and pages may end in them.
     return Proposal(order, as_given, known.match_length(pieces.prompt(order)))
 
 
 def confirmed(
     known: Prefixes, proposal: Proposal, as_given: IntArray, proposed: IntArray
 ) -> Proposal:
-    """The proposal as the whole prompts bear it out: in the given order if that is no worse.
+    """The proposal with figures of the whole prompts; the given order if that is no worse.
 
-    Pieces were tokenised one by one; in one go, a token may reach across where two of them meet.
+    The pieces were tokenised one by one; in a whole prompt a token may span two of them.
     """
     given, exact = known.match_length(as_given), known.match_length(proposed)
     if exact > given:
@@ -102,8 +100,7 @@ def confirmed(
 def tokens_within(encode: Callable[[str], Sequence[int]], text: str) -> IntArray:
     """The tokens of `text` where it stands inside a longer one, behind the end of a line.
 
-    `encode` adds no special tokens. Some tokenizers put a space before all that they are given, and
-    would do so before every piece.
+    `encode` adds no special tokens. Some tokenizers put a space before every text.
     """
     joint, joined = list(encode("\n")), list(encode(f"\n{text}"))
     within = joined[: len(joint)] == joint
@@ -126,7 +123,7 @@ class _Search:
             return
         if not left:
             # All pieces are placed: the tail may be known, too.
-            self._look(np.concatenate([before, self.pieces.tail]), order)
+            self._match(np.concatenate([before, self.pieces.tail]), order)
             return
         seen: set[bytes] = set()
         for at in left:
@@ -136,11 +133,11 @@ class _Search:
                 continue
             seen.add(piece.tobytes())
             tokens = np.concatenate([before, piece])
-            matched = self._look(tokens, (*order, at))
+            matched = self._match(tokens, (*order, at))
             if matched >= len(tokens) - self.known.page_size:
                 self.extend(tokens, (*order, at), tuple(other for other in left if other != at))
 
-    def _look(self, tokens: IntArray, order: tuple[int, ...]) -> int:
+    def _match(self, tokens: IntArray, order: tuple[int, ...]) -> int:
         self.lookups -= 1
         matched = self.known.match_length(tokens)
         if matched > self.exact:
@@ -149,7 +146,7 @@ class _Search:
 
 
 class SeenPrompts:
-    """Remembers the latest prompts, for whoever has no cache at hand: a client, or a router."""
+    """The latest prompts, for clients and routers that have no cache at hand."""
 
     page_size = 1
 
@@ -157,7 +154,7 @@ class SeenPrompts:
         self._prompts: deque[IntArray] = deque(prompts, most)
 
     def add(self, prompt: IntArray) -> None:
-        """A prompt was sent; the oldest one may be forgotten for it."""
+        """Add a prompt that was sent; the oldest one beyond the limit is dropped."""
         self._prompts.append(prompt)
 
     def match_length(self, tokens: IntArray) -> int:
@@ -165,7 +162,7 @@ class SeenPrompts:
 
 
 class CachedPrefixes:
-    """Asks a prefix cache, which changes nothing there. On the engine's thread only."""
+    """Look-ups in a prefix cache, which change nothing there. On the engine's thread only."""
 
     def __init__(self, cache: PrefixCache, namespace: Namespace) -> None:
         self.page_size = cache.page_size

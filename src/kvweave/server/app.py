@@ -1,4 +1,4 @@
-"""The application: routes, gates and error shape around one engine."""
+"""Builds the ASGI application: routes, middleware and error handlers around one engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvweave.server")
 
 _STOP_SECONDS = 10.0
-"""For an engine to end its step; one that hangs in it is left behind."""
+"""How long to wait for the engine to end its step."""
 
 
 def build_api(
@@ -44,11 +44,11 @@ def build_api(
     observer: RequestObserver | None = None,
     more_routes: Callable[[Service], APIRouter] | None = None,
 ) -> FastAPI:
-    """An ASGI application that answers for `engine`, which it starts and stops with itself.
+    """An ASGI application that serves `engine`, and starts and stops it with itself.
 
     `app.state.service` is the Service behind the routes. `engine_config`, `self_check` and
-    `cluster` are only shown. `observer` is told of every prompt that ended; `more_routes` adds
-    routes behind the same gates.
+    `cluster` are only shown. `observer` gets every prompt that has ended; `more_routes` adds routes
+    behind the same middleware.
     """
     service = Service(engine, card, config, observer)
     engine_config = engine_config or EngineConfig()
@@ -65,7 +65,7 @@ def build_api(
         title="kvweave",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # those pages load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         strict_content_type=False,
         generate_unique_id_function=lambda route: route.name,

@@ -1,4 +1,4 @@
-"""Every failure in OpenAI's error shape: `{"error": {message, type, param, code}}`."""
+"""Error responses in OpenAI's shape: `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def error_body(
 
 
 def _writable(text: str) -> str:
-    """`text` in one line, and without halves of surrogate pairs: it may quote what was sent."""
+    """`text` in one line, without halves of surrogate pairs, since it may quote the request."""
     return " ".join(text.encode("utf-8", "replace").decode().splitlines())
 
 
 def body_of(failure: Exception) -> dict[str, Any]:
-    """The error object for a failure that comes when a stream has already begun."""
+    """The error object of any failure, such as one in mid-stream."""
     if isinstance(failure, RequestError):
         return error_body(
             failure.message, status=failure.status, param=failure.param, code=failure.code
@@ -76,7 +76,7 @@ def error_response(
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Let nothing leave `app` in another shape."""
+    """Make every error response of `app` take this shape."""
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(EngineDeadError, _engine_dead)
@@ -86,10 +86,10 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 class LastResort:
-    """Answers 500 for what nobody foresaw, and keeps the connection usable.
+    """Answers 500 to unexpected exceptions and keeps the connection open.
 
-    An exception handler for Exception would not do: it sends the answer and raises again, upon
-    which the connection closes under a client that is about to use it for its next request.
+    An exception handler for Exception raises again after its response, which closes a connection
+    that the client is about to reuse.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -34,7 +34,7 @@ def _number(value: Any) -> Any:
 
 
 def _printable(text: str) -> str:
-    # It goes into a header and into the log.
+    # A rid goes into a header and into the log.
     if not re.fullmatch(_NAME, text):
         raise ValueError(f"a rid has 1 to {MAX_NAME} printable ASCII characters, without spaces")
     return text
@@ -47,7 +47,7 @@ def _short(text: str) -> str:
 
 
 def _whole(text: str) -> str:
-    """JSON can write half a character, which no text holds."""
+    """Refuse half a surrogate pair, which JSON can write and no text holds."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -134,7 +134,7 @@ def _bias(value: Any) -> dict[int, float]:
             raise ValueError(f"a map from token ids to numbers, and {token!r} is no id")
         if type(bias) not in (int, float):
             raise ValueError(f"a map from token ids to numbers, and {bias!r} is no number")
-        biases[int(token)] = bias  # of which an integer may be too large for a float
+        biases[int(token)] = bias  # an integer may be too large for a float
     return biases
 
 

@@ -70,8 +70,8 @@ class PromptReader:
         self._templates = _template_texts(tokenizer)
         self._part_roles = frozenset(_roles_in_parts(tokenizer) if self._templates else ())
         """Roles whose content the template reads as a list of parts."""
-        # The first call sets up truncation and padding (both off) in the tokenizer; after it, calls
-        # from several threads only read.
+        # The first call sets up truncation and padding (both off); later calls only read, from any
+        # thread.
         tokenizer("", add_special_tokens=False)
 
     def reads(self, name: str) -> bool:
@@ -153,7 +153,7 @@ class PromptReader:
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        # verbose would warn of texts beyond the context, which are refused here anyway.
+        # verbose would warn of texts beyond the context, which are refused anyway.
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         ids = tuple(encoded["input_ids"])
         begin = self.tokenizer.bos_token_id
@@ -217,7 +217,7 @@ class PromptReader:
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message with its content as text or as parts, as the template reads this role's."""
         content, role = message.get("content") or "", message["role"]
-        # Templates older than this role would print or drop it; it is what `system` was.
+        # Older templates would print or drop this role, the newer name of `system`.
         if role == "developer" and not any("developer" in text for text in self._templates):
             role = "system"
         if role in self._part_roles:
@@ -286,7 +286,7 @@ def _template_texts(tokenizer: Any) -> list[str]:
 
 
 def _common(text: str, other: str) -> int:
-    """The length of the common beginning: halves are compared whole, since texts may be long."""
+    """The length of the common prefix, by bisection: texts may be long."""
     same, different = 0, min(len(text), len(other)) + 1
     while different - same > 1:
         half = (same + different) // 2

@@ -61,13 +61,13 @@ class ChatMessage(BaseModel):
 
 
 class Reorder(BaseModel):
-    """Neighbouring parts of one message's content that may change places, counted from 0."""
+    """Neighbouring parts of a message's content that may change places, counted from 0."""
 
-    # A field that is not known may be one that is misspelt, and here that changes the prompt.
+    # An unknown field may be misspelt, and would change the prompt.
     model_config = ConfigDict(extra="forbid", strict=True)
 
     message: int | None = None
-    """The last one without it."""
+    """None: the last one."""
     parts: list[int] = Field(min_length=2, max_length=MAX_MOVABLE)
 
     def place(self, messages: Sequence[Any]) -> int:
@@ -75,7 +75,7 @@ class Reorder(BaseModel):
         return len(messages) - 1 if self.message is None else self.message
 
     def check(self, messages: Sequence[ChatMessage]) -> None:
-        """RequestError if it names what is not there, or what cannot be reordered."""
+        """RequestError if it names a message or parts that do not exist or cannot be reordered."""
         at = self.place(messages)
         if not 0 <= at < len(messages):
             raise RequestError(
@@ -127,7 +127,7 @@ class StreamOptions(_Body):
 
 
 def _show_ranges(schema: dict[str, Any]) -> None:
-    """For clients to read; a value out of range is refused by SamplingParams."""
+    """Show ranges in the schema; SamplingParams checks them."""
     for name, low, high in RANGES:
         shown = schema["properties"].get(name, {})
         for number in shown.get("anyOf", [shown]):
@@ -350,7 +350,7 @@ class AbortBody(_Body):
     abort_all: bool = False
 
     @model_validator(mode="after")
-    def _someone(self) -> AbortBody:
+    def _names_a_request(self) -> AbortBody:
         if self.rid is None and not self.abort_all:
             raise RequestError("name a rid, or say abort_all: true", param="rid")
         return self

@@ -51,10 +51,10 @@ async def ordered(
     proposal = await engine.run_on_engine_thread(search)
     if proposal.gain:
         proposed = await reader.conversation(frame.in_order(proposal.order))
-        whole, promised = _array(proposed.ids), proposal
+        whole, expected = _array(proposed.ids), proposal
 
         def confirm(engine: Engine) -> Proposal:
-            return confirmed(engine.prefixes(cache_salt), promised, given, whole)
+            return confirmed(engine.prefixes(cache_salt), expected, given, whole)
 
         proposal = await engine.run_on_engine_thread(confirm)
         prompt = proposed if proposal.gain else prompt
@@ -87,10 +87,10 @@ class _Frame:
         return self.around(*(self._movable[at] for at in order))
 
     def pieces(self, marked: str, encode: Callable[[str], Sequence[int]]) -> Pieces:
-        """The tokens of a rendered conversation with the mark, and of what the mark stands for.
+        """The tokens around the mark in a rendered conversation, and of each movable part.
 
-        Every piece has the line's end after it, as if it were never the last part. RequestError
-        where the model's chat template does not leave the mark as it is.
+        Every part ends in a line's end, as if none were the last. RequestError if the chat template
+        does not write the mark once and unchanged.
         """
         head, *rest = marked.split(self.mark)
         if len(rest) != 1:
@@ -104,7 +104,7 @@ class _Frame:
         return Pieces(_array(encode(head)), movable, tokens_within(encode, tail))
 
     def report(self, proposal: Proposal) -> dict[str, Any]:
-        """For the client: the order that was used, and what it was chosen for."""
+        """The order that was used and its cached tokens, for the client."""
         return {
             "message": self._at,
             "parts": [self._first + at for at in proposal.order],

@@ -1,7 +1,7 @@
-"""Single tokens as text and bytes, for log probabilities.
+"""Writes answers as OpenAI's objects and stream events; texts of tokens for log probabilities.
 
-A token may be half a character; its bytes are exact, its text then reads `bytes:\\xe2\\x82`, as
-OpenAI's completions have it, so that two such tokens stay two keys.
+A token may be half a character; its bytes are exact, and its text then reads `bytes:\\xe2\\x82` as
+in OpenAI's completions, which keeps two such tokens apart as keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: GPT-2's encoder.py, inverted.
+    """Bytes by the printable characters that byte-level BPE writes for them (GPT-2's encoder.py).
 
     Printable bytes stand for themselves; the others are numbered from U+0100 on, in order.
     """
@@ -35,7 +35,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class TokenTexts:
-    """Text and bytes per token id, remembered. `tokenizer` is a transformers tokenizer."""
+    """Text and bytes per token id, cached. `tokenizer` is a transformers tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +45,7 @@ class TokenTexts:
         """of(token_id) -> (text, its bytes)."""
 
     def width(self, token_id: int, shows_special: bool) -> int:
-        """Characters that begin in this token, which is where the next one's text begins."""
+        """Characters that begin in this token: the distance to the next token's text."""
         if token_id in self._special and not shows_special:
             return 0
         return sum(byte & 0xC0 != 0x80 for byte in self.of(token_id)[1])
@@ -73,7 +73,7 @@ class TokenTexts:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether one token of every byte exists in GPT-2's spelling; a space is then 'Ġ'."""
+    """Whether the vocabulary uses GPT-2's spelling of bytes, in which a space is 'Ġ'."""
     vocabulary = tokenizer.get_vocab()
     return "\u0120" in vocabulary and _SPIECE_SPACE not in vocabulary
 
@@ -84,36 +84,36 @@ def finite(logprob: float | None) -> float | None:
 
 
 class Format(Protocol):
-    """How one endpoint spells choices. `place` is the prompt's index in the request."""
+    """How an endpoint writes choices. `place` is the prompt's index in the request."""
 
     whole: str
     chunk: str
     """The `object` of a plain answer and of a stream's events."""
 
     def choice(self, place: int, answer: Completion) -> dict[str, Any]:
-        """A whole answer, all but its `index`."""
+        """A whole answer, without its `index`."""
         ...
 
     def pieces(self, place: int, delta: OutputDelta) -> Iterable[tuple[int, dict[str, Any]]]:
-        """What a delta adds to a stream: (answer's index in its prompt, choice without `index`)."""
+        """A delta as choices of a stream: (index of the answer, choice without its `index`)."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What surrounds the choices."""
+    """The fields of a response around its choices."""
 
     id: str
     model: str
     body: GenerationBody
     metrics: Sequence[RequestMetrics]
     order: dict[str, Any] | None = None
-    """In which order a prompt's parts were used, if the client left that open."""
+    """The order in which a prompt's parts were used, with `reorder`."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def answers(self) -> int:
-        """How many answers every prompt gets."""
+        """Answers per prompt."""
         return self.body.n or 1
 
     def around(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Envelope:
         }
 
     def plan(self, place: int, delta: OutputDelta) -> list[dict[str, Any]]:
-        """Where the KV of a prompt came from, as spans; what none of them covers was computed."""
+        """Where the KV of a prompt came from, as spans; tokens outside all spans were computed."""
         # Usage is that of the first admission, the spans are those of the latest.
         cached = min([delta.usage.cached_tokens, *(span.start for span in delta.plan)])
         exact = {"start": 0, "length": cached, "tier": Tier.EXACT.value, "donor": None}
@@ -169,7 +169,7 @@ class _Plans:
 
 
 class PlainWriter:
-    """Collects everything and writes it as one object."""
+    """Collects all deltas and writes them as one object."""
 
     def __init__(self, envelope: Envelope, form: Format) -> None:
         self._envelope = envelope
@@ -207,12 +207,12 @@ class PlainWriter:
         return answer
 
     def _answer(self, place: int, index: int) -> Completion:
-        # One that never got a delta was aborted before its first token.
+        # An answer without a delta was aborted before its first token.
         return self._answers.setdefault((place, index), Completion(finish_reason="abort"))
 
 
 class StreamWriter:
-    """Writes every delta as soon as it comes."""
+    """Writes every delta as an event."""
 
     def __init__(self, envelope: Envelope, form: Format) -> None:
         self._envelope = envelope
@@ -244,7 +244,7 @@ class StreamWriter:
                 yield event
 
     def end(self) -> dict[str, Any] | None:
-        """The event with the usage of the whole request, if it was asked for."""
+        """The event with the usage of the whole request, if the client wants it."""
         if not self._usage_at_end:
             return None
         event = self._envelope.around(self._form.chunk, [])

@@ -1,7 +1,4 @@
-"""What the server answers, as OpenAPI describes it: for the document only, nothing is built of it.
-
-The tests hold every answer against it.
-"""
+"""Shapes of responses for the OpenAPI document. Responses are not built from them; tests compare."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class PlanSpan(BaseModel):
 
 
 class UsedOrder(BaseModel):
-    """In which order the parts of a message were used."""
+    """The order in which the parts of a message were used."""
 
     message: int
     parts: list[int]
@@ -97,7 +94,7 @@ class TextChoice(_Choice):
 
 
 class Completion(_Envelope):
-    """A plain answer; as an event of a stream, what was added."""
+    """A plain answer, or what one event of a stream adds to it."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
@@ -196,7 +193,7 @@ class ModelInfo(BaseModel):
 
 
 class ServerInfo(ModelInfo):
-    """And every setting that is in force, by its name."""
+    """The model and every setting in force, by its name."""
 
     version: str
     versions: dict[str, str]
@@ -228,21 +225,21 @@ class Flushed(BaseModel):
 class Aborted(BaseModel):
     success: Literal[True]
     aborted: int
-    """How many requests were running under that name."""
+    """Requests that were running under that name."""
 
 
 _REFUSALS = {
     400: "The request cannot be served as asked; `param` names the field.",
     401: "No key, or a wrong one.",
-    403: "It takes the operators' key, not the clients'.",
-    404: "There is no such thing here.",
+    403: "The operators' key is needed, not the clients'.",
+    404: "Unknown path or model.",
     408: "The body did not arrive in time.",
-    409: "Not while requests run.",
+    409: "Not possible while requests run.",
     413: "The body is larger than this server takes.",
     415: "The body is compressed.",
-    429: "Too many wait already; Retry-After says when to try again.",
+    429: "The queue is full; Retry-After says when to try again.",
     500: "The engine or the server failed on this request; the others go on.",
-    503: "The engine has stopped, the server is shutting down, or too many are connected.",
+    503: "The engine has stopped, the server is shutting down, or too many connections are open.",
 }
 _REFERENCE = "#/components/schemas/{model}"
 _ALWAYS = (500, 503)
@@ -254,7 +251,7 @@ _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"
 def answers(
     shape: Any, *refusals: int, event: type[BaseModel] | None = None
 ) -> dict[int | str, dict[str, Any]]:
-    """A route's `responses`: 200 in `shape`, or as a stream of `event`; and its own refusals."""
+    """A route's `responses`: 200 with `shape` or a stream of `event`, and the statuses in `refusals`."""
     success: dict[str, Any] = {"model": shape, "description": "The answer."}
     if event is not None:
         success["content"] = {"text/event-stream": {"itemSchema": _event(event)}}
@@ -262,12 +259,12 @@ def answers(
 
 
 def describe(app: FastAPI, keys: Keys) -> None:
-    """Let `app` publish its document with all refusals, as this server shapes them."""
+    """Make `app` publish its document with all error responses in this server's shape."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            with warnings.catch_warnings():  # of one name for two methods, which _completed mends
+            with warnings.catch_warnings():  # two methods share a name until _completed
                 warnings.filterwarnings("ignore", message="Duplicate Operation ID")
                 document = generate()
             app.openapi_schema = _completed(document, keys)
@@ -291,17 +288,17 @@ def _completed(document: dict[str, Any], keys: Keys) -> dict[str, Any]:
     return document
 
 
-def _complete(operation: dict[str, Any], door: AccessLevel, keys: Keys) -> None:
+def _complete(operation: dict[str, Any], level: AccessLevel, keys: Keys) -> None:
     named = operation.pop("responses")
     operation["responses"] = responses = {"200": named.pop("200")}
-    named.pop("422", None)  # FastAPI's; here it is 400, in the shape of all others
+    named.pop("422", None)  # FastAPI's own; validation errors are 400 here
     statuses = {*map(int, named), *_ALWAYS}
     if "parameters" in operation:
         statuses |= set(_WITH_PARAMETERS)
     if "requestBody" in operation:
         statuses |= set(_WITH_A_BODY)
-    if keys.for_level(door):
-        statuses |= {401, 403} if keys.two and door is AccessLevel.OPERATOR else {401}
+    if keys.for_level(level):
+        statuses |= {401, 403} if keys.two and level is AccessLevel.OPERATOR else {401}
         operation["security"] = [{"key": []}]
     for status in sorted(statuses):
         responses[str(status)] = {
@@ -312,7 +309,7 @@ def _complete(operation: dict[str, Any], door: AccessLevel, keys: Keys) -> None:
 
 
 def _shapes() -> dict[str, Any]:
-    """Those that no route names as its answer: of failures, and of what streams carry."""
+    """Schemas that no route names as its response: errors and events of streams."""
     shapes: list[type[BaseModel]] = [ErrorAnswer, ChatCompletionChunk]
     _, schemas = models_json_schema(
         [(shape, "serialization") for shape in shapes], ref_template=_REFERENCE

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the model's facts, and who is being answered now."""
+"""State that all endpoints share: the engine, the model's facts, the running generations."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class ServingEngine(DeltaSource, Protocol):
-    """What a server needs of an engine; `engine.AsyncEngine` is one."""
+    """The part of an engine that a server uses; `engine.AsyncEngine` is one."""
 
     @property
     def alive(self) -> bool:
-        """False once it stopped for good."""
+        """False once the engine has stopped for good."""
         ...
 
     @property
@@ -38,15 +38,15 @@ class ServingEngine(DeltaSource, Protocol):
         ...
 
     async def start(self) -> None:
-        """Begin to work."""
+        """Start the engine's thread."""
         ...
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Finish what runs, up to `drain_seconds`, then abort the rest."""
+        """Finish running requests for up to `drain_seconds`, then abort the rest."""
         ...
 
     async def flush_cache(self, timeout: float = 0.0) -> None:
-        """Forget all cached KV once nothing runs; RequestError if that takes beyond `timeout`."""
+        """Drop all cached KV once no request runs; RequestError after `timeout` seconds."""
         ...
 
     def snapshot(self) -> EngineSnapshot:
@@ -54,12 +54,12 @@ class ServingEngine(DeltaSource, Protocol):
         ...
 
     async def run_on_engine_thread(self, at: Callable[[Engine], T]) -> T:
-        """What `at`, which is quick and changes nothing, sees in the engine between two steps."""
+        """The result of `at`, called between two steps; it must be quick and change nothing."""
         ...
 
 
 class Service:
-    """The one thing that routes hold on to."""
+    """The state behind the routes."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Service:
         self.texts = TokenTexts(engine.tokenizer)
         self.live = LiveGenerations()
         self.observer = observer
-        """Told of every prompt that ended."""
+        """Gets every prompt that has ended."""
 
     def respond(
         self,
@@ -90,7 +90,7 @@ class Service:
         protected_from: int | None = None,
         order: dict[str, Any] | None = None,
     ) -> GenerationResponse:
-        """The response that will run `prompts` and write them in `form`; `order` is only told."""
+        """A response that runs `prompts` and writes them in `form`; `order` is only reported."""
         rid = body.rid or uuid.uuid4().hex
         current_rid.set(rid)  # until this HTTP request's task ends
         requests = [

@@ -1,7 +1,7 @@
-"""Responses that live as long as their client: plain answers and server-sent events.
+"""Runs generations and sends their responses, plain or as server-sent events.
 
-Both watch the connection. When the client goes away, in the queue, in prefill or between two
-tokens, the generation is closed at once, which aborts it in the engine.
+Both kinds watch the connection. When the client disconnects, in the queue, in prefill or between
+two tokens, the generation is closed, which aborts it in the engine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvweave.server.request_metrics import RequestMetrics
 
 
 class DeltaSource(Protocol):
-    """The part of AsyncEngine that makes answers."""
+    """The part of AsyncEngine that generates answers."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
-        """Deltas of all answers to one prompt; closing it aborts what is left."""
+        """Deltas of all answers to one prompt; closing the iterator aborts the unfinished ones."""
         ...
 
     def abort(self, rid: str) -> None:
@@ -36,11 +36,11 @@ class DeltaSource(Protocol):
 
 
 Batch = list[tuple[int, OutputDelta]]
-"""What arrived since the last look: (index of the prompt, delta), one delta per answer."""
+"""Deltas since the last batch: (index of the prompt, delta), one per answer."""
 
 
 class LiveGenerations:
-    """Who is being answered now, by the rid that the client knows."""
+    """Running generations by the rid that the client knows."""
 
     def __init__(self) -> None:
         self._by_rid: dict[str, Generation] = {}
@@ -71,9 +71,9 @@ class LiveGenerations:
 class Generation:
     """Runs `requests` together; iterate over it for batches, inside `async with`.
 
-    A reader that is slower than the engine gets fewer, longer deltas: what waits of one answer
-    comes as one. The first failure of any prompt ends all of them and is raised here, after what
-    had arrived before.
+    A reader that is slower than the engine gets fewer, longer deltas: waiting deltas of an answer
+    are joined. The first failure of any prompt ends all of them and is raised here, after the
+    deltas that arrived before it.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Generation:
         self._failure: Exception | None = None
 
     def abort(self) -> int:
-        """Let every answer end where it is, as finished; returns 1, for counting."""
+        """End every answer where it is; returns 1, for counting."""
         for request in self.requests:
             self._source.abort(request.rid)
         return 1
@@ -116,9 +116,9 @@ class Generation:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        finally:  # also when the client leaves in this very moment, which cancels the waiting
-            # A failure's traceback leads back to this object: kept, they would keep each other,
-            # all deltas and the engine's stream alive until garbage is collected.
+        finally:  # also if a disconnect cancels the waiting
+            # A failure's traceback refers to this object. Kept, the cycle would hold all deltas
+            # and the engine's stream until the garbage collector runs.
             self._failure = None
             self._tasks.clear()
             self._live.leave(self.rid)
@@ -155,7 +155,7 @@ class Generation:
                 failure.param = self._prompt_field
             self._failure = self._failure or failure
         finally:
-            # Whoever waits must see this task as done, so wake it after this task has ended.
+            # The reader must see this task as done: wake it after this task has ended.
             asyncio.get_running_loop().call_soon(self._news.set)
 
     def _add(self, place: int, delta: OutputDelta) -> None:
@@ -182,27 +182,27 @@ T = TypeVar("T")
 
 
 class Writer(Protocol):
-    """An endpoint's way to write a generation: as one object, or as a series of events."""
+    """Writes a generation as one object or as a series of events."""
 
     def add(self, batch: Batch) -> Iterable[dict[str, Any]]:
-        """The events that a batch makes (none, while a plain answer is collected)."""
+        """The events for a batch; none while a plain answer is collected."""
         ...
 
     def end(self) -> dict[str, Any] | None:
-        """What comes when all answers are complete: the plain answer, a stream's last event."""
+        """After all answers: the plain answer, or a stream's last event."""
         ...
 
 
 class ClientGoneError(Exception):
-    """Nobody is there to read the answer."""
+    """The client has disconnected."""
 
 
 class GenerationResponse(Response):
-    """Runs a generation while the client is there, and sends what `writer` makes of it.
+    """Runs a generation while the client is connected, and sends the output of `writer`.
 
-    Nothing is sent before the first token exists, so that whatever fails until then still gets its
-    own HTTP status. What fails later ends a stream with an event that carries the error. By the end
-    of an answer its request is over for the server too: the same rid may be used again.
+    Nothing is sent before the first token, so a failure until then has its own HTTP status. A later
+    failure ends a stream with an event that carries the error. The rid is free again by the end of
+    the response.
     """
 
     def __init__(self, generation: Generation, writer: Writer, *, stream: bool) -> None:
@@ -242,7 +242,7 @@ class GenerationResponse(Response):
             if not started:
                 raise
             unexpected = not isinstance(failure, KvweaveError)
-            # Its words, not the exception: who keeps the record must not keep the whole request.
+            # Log the text, not the exception: a kept log record must not keep the request alive.
             words = str(failure)
             log.warning("rid=%s failed in mid-stream: %s", self._rid, words, exc_info=unexpected)
             tail = _event(body_of(failure))
@@ -255,14 +255,14 @@ class GenerationResponse(Response):
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # proxies must not wait for the end
+            (b"x-accel-buffering", b"no"),  # proxies must not buffer
             (b"x-request-id", self._rid.encode()),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work` unless the client goes first: then it is cancelled and ClientGoneError raised.
+    """Await `work`; if the client disconnects first, cancel it and raise ClientGoneError.
 
     The request's body must have been read.
     """

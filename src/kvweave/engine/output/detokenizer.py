@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time, without ever showing half a character."""
+"""Incremental detokenization: text of one answer, in whole characters."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from kvweave.kv.pool import IntArray
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 _CONTEXT = 6
-"""Prompt tokens that are decoded along, so that the output's first space survives."""
+"""Prompt tokens that are decoded before the output, which keeps its first space."""
 
 _LONGEST_CHARACTER = 4
 """Bytes, and so at most tokens, of one character in UTF-8."""
 
 _PATIENCE = 2 * _LONGEST_CHARACTER
-"""Tokens in a row that may add no text before what is held back counts as broken."""
+"""Tokens in a row that may add no text before held bytes count as broken."""
 
 
 class Detokenizer:
     """Text of one answer. Amortised O(1) decoded tokens per token added.
 
-    Works with any tokenizer whose `decode` only ever adds to its text once the last characters are
-    whole: what is emitted is the difference that a token makes to the text of a short window. So
-    spaces are right where a token's text depends on its neighbours (SentencePiece), and characters
-    whole where they spread over tokens (byte-level BPE, byte fallback): while the window ends in
-    replacement characters, those are held back. Bytes that can no longer become a character are
-    emitted as replacement characters, as `decode` shows them.
+    Each token emits the difference that it makes to the decoded text of a short window. Spaces are
+    right where a token's text depends on its neighbours (SentencePiece), and characters are whole
+    where they span tokens (byte-level BPE, byte fallback): replacement characters at the window's
+    end are held back. Bytes that can no longer become a character are emitted as `decode` shows
+    them. Needs a `decode` that only appends once the last characters are whole.
     """
 
     def __init__(
@@ -42,12 +41,12 @@ class Detokenizer:
         self._skipped = skipped
         self._window = _context(decode, prompt)
         self._settled, self._emitted = _whole_characters(decode, self._window)
-        """Of the window, tokens and characters that were emitted, or belong to the prompt."""
+        """Tokens and characters of the window that were emitted or belong to the prompt."""
         self._held = 0
         """Tokens since text was last emitted."""
 
     def add(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """The new text that later tokens cannot change."""
         if token in self._skipped:
             return ""
         self._window.append(token)
@@ -66,21 +65,21 @@ class Detokenizer:
         return added
 
     def finish(self) -> str:
-        """What was held back: bytes of a character that never got its end."""
+        """The held text: bytes of a character that never ended."""
         text = self._text()
         added = text[self._emitted :]
         self._emitted = len(text)
         return added
 
     def _slide(self) -> None:
-        """Drop all but the last settled piece, on which the next token's text may depend."""
+        """Keep the last settled piece only, on which the next token's text may depend."""
         self._window = self._window[self._settled :]
         self._settled = len(self._window)
         self._emitted = len(self._text())
         self._held = 0
 
     def _give_up(self, text: str) -> str:
-        """Emit broken bytes as such, but for those that may still be the start of a character."""
+        """Emit broken bytes, except those that may still begin a character."""
         pending = _LONGEST_CHARACTER - 1
         added = text[self._emitted : -pending]
         self._window = self._window[-_PATIENCE:]
@@ -104,8 +103,8 @@ def _context(decode: Callable[[list[int]], str], prompt: Sequence[int] | IntArra
 
 
 def _whole_characters(decode: Callable[[list[int]], str], tokens: list[int]) -> tuple[int, int]:
-    """How many tokens, and characters, there are without a last one that has only begun."""
-    # Byte fallback shows a whole run of bytes as broken while its last character is incomplete.
+    """Numbers of tokens and characters without an unfinished last character."""
+    # Byte fallback shows a whole run of bytes as broken until its last character is complete.
     for end in range(len(tokens), max(0, len(tokens) - _LONGEST_CHARACTER), -1):
         text = decode(tokens[:end])
         if not text.endswith(BROKEN):
@@ -114,7 +113,7 @@ def _whole_characters(decode: Callable[[list[int]], str], tokens: list[int]) -> 
 
 
 def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
-    """The decoding of a transformers tokenizer that shows every token and changes nothing."""
+    """A transformers tokenizer's decoding, special tokens included and without clean-up."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # Rust, without the layers around it: several times faster
         return partial(backend.decode, skip_special_tokens=False)
@@ -122,6 +121,6 @@ def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Ids that are no text: beginnings, ends, padding, roles."""
+    """Ids of special tokens: beginnings, ends, padding, roles."""
     added = {token for token, known in tokenizer.added_tokens_decoder.items() if known.special}
     return frozenset(added | set(tokenizer.all_special_ids))

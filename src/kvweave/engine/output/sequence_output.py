@@ -120,11 +120,11 @@ class _Automaton:
 
 
 _SIBLING = 0xD1B54A32D192ED03
-"""Added to the seed from one answer of a request to the next; odd, so that they all differ."""
+"""Added to the seed from one answer of a request to the next; odd, which makes all differ."""
 
 
 class SequenceOutput:
-    """A sequence's voice: everything about it that is not scheduling."""
+    """Sampling state, text and end of one answer; deltas for its client."""
 
     def __init__(
         self,
@@ -150,16 +150,16 @@ class SequenceOutput:
         scored = params.prompt_logprobs is not None and sequence.index == 0
         self._prompt_logprobs = [TokenLogprob(int(sequence.tokens[0]), None)] if scored else None
         self._told = False
-        """The first delta has told where the prompt's KV came from."""
+        """Whether a delta has carried the prompt's plan."""
 
     def score(self, logprobs: Iterable[TokenLogprob]) -> None:
-        """The next prompt tokens' log probabilities."""
+        """Add log probabilities of the next prompt tokens."""
         assert self._prompt_logprobs is not None
         self._prompt_logprobs += logprobs
         self.sequence.scored = len(self._prompt_logprobs) - 1
 
     def accept(self, token: int, logprob: TokenLogprob | None = None) -> OutputDelta:
-        """Go on with a sampled token; `finish_reason` tells whether it was the last."""
+        """Append a sampled token; `finish_reason` is set if it is the last."""
         self.sequence.append(token)
         self.sampling.record(token)
         if token in self._ending:
@@ -195,7 +195,7 @@ class SequenceOutput:
         return text
 
     def _flush(self) -> str:
-        """All that was held back, unless a stop string cut it."""
+        """The held text, unless a stop string cut it."""
         if self.finish_reason is not None:
             return ""
         text = self._watch(self._detokenizer.finish())
@@ -239,7 +239,7 @@ class SequenceOutput:
 
 
 class SequenceOutputFactory:
-    """Gives every sequence its answer; knows the tokenizer."""
+    """Makes the output of every sequence with the model's tokenizer."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int]) -> None:
         self._decode = decoder_of(tokenizer)
@@ -249,7 +249,7 @@ class SequenceOutputFactory:
         self._eos = frozenset(eos_token_ids)
 
     def make(self, sequence: Sequence, drawn: int) -> SequenceOutput:
-        """`drawn` is the seed where the request brings none; sibling answers get different ones."""
+        """`drawn` is the seed of a request without one; its answers get different seeds."""
         params = sequence.group.request.sampling
         prompt = sequence.tokens
         ending = frozenset(params.stop_token_ids)

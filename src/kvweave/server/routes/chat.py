@@ -53,7 +53,7 @@ def chat_router(service: Service) -> APIRouter:
 
 
 class _ChatFormat:
-    """Writes messages of the assistant."""
+    """Writes choices as messages of the assistant."""
 
     whole, chunk = "chat.completion", "chat.completion.chunk"
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""POST /v1/completions, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _CompletionFormat:
         self._echoes = echoes
         self._texts = texts
         self._offsets: dict[tuple[int, int], int] = {}
-        # For streams with echo: how the prompts were scored, and who waits to know.
+        # For streams with echo: scores of the prompts, and deltas held until they are known.
         self._prompt_scores: dict[int, tuple[TokenLogprob, ...]] = {}
         self._held: dict[int, list[OutputDelta]] = {}
 
@@ -122,7 +122,7 @@ class _CompletionFormat:
     def _top(self, name: str, score: TokenLogprob) -> dict[str, float | None]:
         top: dict[str, float | None] = {}
         for token_id, value in score.top:
-            # Two tokens may read the same: the likelier one comes first and stays.
+            # Two tokens may have the same text: the likelier one comes first and is kept.
             top.setdefault(self._texts.of(token_id)[0], finite(value))
         top.setdefault(name, finite(score.logprob))
         return top
@@ -160,7 +160,7 @@ def tokenization_router(service: Service) -> APIRouter:
         card.require(body.model)
         ids = reader.known(body.tokens, param="tokens")
         text = await reader.decode(ids, skip_special_tokens=body.skip_special_tokens)
-        # One name is vLLM's, the other SGLang's.
+        # vLLM's name and SGLang's.
         return {"prompt": text, "text": text}
 
     return router
