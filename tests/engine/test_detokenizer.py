@@ -88,7 +88,7 @@ def test_a_character_appears_with_its_last_token_and_not_later(kind, request):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_tokens_at_all_give_what_decoding_at_once_gives(byte_level, seed):
+def test_incremental_decoding_equals_decoding_at_once(byte_level, seed):
     """Models that talk nonsense produce bytes that are no characters, too."""
     rng = random.Random(seed)
     size = byte_level.get_vocab_size()
@@ -98,7 +98,7 @@ def test_any_tokens_at_all_give_what_decoding_at_once_gives(byte_level, seed):
         assert "".join(stream(byte_level, [], ids)) == byte_level.decode(ids)
 
 
-def test_bytes_that_never_become_a_character_are_not_held_for_ever(byte_level):
+def test_invalid_bytes_are_emitted_eventually(byte_level):
     """And their window stays short, though nothing ever completes."""
     (first, *_) = byte_level.encode("日").ids
     windows = []
@@ -131,7 +131,7 @@ def test_the_work_per_token_does_not_grow(kind, request):
     assert sum(decoded) < 8 * len(ids)
 
 
-def test_skipped_tokens_neither_show_nor_break_what_is_around_them(sentence_piece):
+def test_skipped_tokens_do_not_break_their_neighbours(sentence_piece):
     tokenizer = Tokenizer.from_str(sentence_piece.to_str())
     tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
     end = tokenizer.token_to_id("<end>")

@@ -44,7 +44,7 @@ def test_equals_searching_the_whole_text(pieces, stops):
 
 
 @given(st.lists(st.text("abc", max_size=3), max_size=12), st.lists(SHORT, min_size=1, max_size=3))
-def test_holds_back_no_more_than_what_may_become_a_stop(pieces, stops):
+def test_holds_back_only_beginnings_of_stop_strings(pieces, stops):
     matcher, text, shown = StopMatcher(stops), "", ""
     for piece in pieces:
         text += piece
@@ -110,7 +110,7 @@ def test_an_answer_ends_at_its_stop_string(include, length):
     world.assert_idle()
 
 
-def test_what_was_held_back_comes_with_the_end():
+def test_held_text_is_emitted_at_the_end():
     tokens = prompt(20, 1)
     text = answer_text(oracle_answer(tokens, 10))
     world = make_world("radix")

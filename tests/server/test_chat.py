@@ -111,7 +111,7 @@ def test_a_call_in_the_history_reaches_the_template(client, engine):
         ({"stream_options": {"include_usage": True}}, "stream: true"),
     ],
 )
-def test_what_cannot_be_had_is_refused_in_words(client, engine, body, words):
+def test_unserved_requests_are_refused_in_words(client, engine, body, words):
     reply = say(client, **body)
     assert reply.status_code == 400
     assert words in reply.json()["error"]["message"]

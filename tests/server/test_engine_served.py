@@ -1,4 +1,4 @@
-"""The server over the real engine and caches, with a pretended model that checks what they do."""
+"""The server over the real engine and caches, with a pretended model."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Whatever a body holds, the server answers it: never 5xx, errors always in one shape."""
+"""Bodies of any values are answered: never 5xx, errors always in one shape."""
 
 import json
 

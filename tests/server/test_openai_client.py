@@ -1,4 +1,4 @@
-"""The `openai` package against the real server: what most clients are built on."""
+"""The `openai` package against the real server."""
 
 import openai
 import pytest

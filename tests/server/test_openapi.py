@@ -1,4 +1,4 @@
-"""Every operation of the OpenAPI document, fuzzed from a seed: nothing is answered otherwise."""
+"""Fuzzes every operation of the OpenAPI document and validates the responses."""
 
 from collections import Counter
 

@@ -54,7 +54,7 @@ def test_a_model_that_knows_something(ai, model):
     assert "Paris" in answer.choices[0].message.content
 
 
-def test_streams_say_what_plain_answers_say(ai, model):
+def test_streams_equal_plain_answers(ai, model):
     plain = ask(ai, model, "Name three rivers.", max_tokens=24)
     chunks = list(ask(ai, model, "Name three rivers.", max_tokens=24, stream=True))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)

@@ -1,4 +1,4 @@
-"""From texts to token ids, apart from HTTP."""
+"""Prompts and conversations as token ids, without HTTP."""
 
 import asyncio
 import threading
@@ -47,7 +47,7 @@ def test_long_texts_are_tokenised_off_the_loop_and_short_ones_on_it(reader, toke
     assert near is threading.main_thread()
 
 
-def test_what_cannot_fit_is_not_even_tokenised(reader, tokenized):
+def test_a_text_that_cannot_fit_is_not_tokenised(reader, tokenized):
     with pytest.raises(RequestError, match="far longer"):
         read(reader, "x" * CONTEXT * 100)
     assert not tokenized

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request: 4xx in OpenAI's shape, in words, and it costs nobody else."""
+"""Refusals and failures: status, OpenAI's error shape, no effect on other requests."""
 
 import asyncio
 import json
@@ -188,7 +188,7 @@ def test_a_body_announced_as_too_large_is_refused_before_it_comes(server):
         assert raw.recv(1000).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_that_never_ends_is_not_waited_for():
+def test_a_body_that_never_ends_times_out():
     async def trickle():
         await asyncio.sleep(0.02)
         return {"type": "http.request", "body": b"x", "more_body": True}
@@ -274,7 +274,7 @@ def test_a_model_without_a_chat_template_says_so():
         assert "no chat template" in refusal(reply)["message"]
 
 
-def test_an_api_key_is_wanted_everywhere_but_for_health():
+def test_every_path_but_health_needs_the_api_key():
     config = ServerConfig(port=0, api_key="s3crét")
     with RunningServer(FakeEngine(), config) as server, server.client() as client:
         assert client.get("/health").status_code == 200
@@ -304,7 +304,7 @@ def test_garbage_instead_of_http_does_not_hurt(server, client):
     assert client.get("/health").status_code == 200
 
 
-def test_refusals_are_made_where_they_are_found_and_start_no_threads():
+def test_refusals_start_no_threads():
     with RunningServer(FakeEngine(), ServerConfig(port=0)) as server, server.client() as client:
         before = set(threading.enumerate())
         for body, status in ((b"{", 400), (b'{"prompt": "x", "n": 0}', 400)):

@@ -1,4 +1,4 @@
-"""Parts of a message in the order that is cached best: asked for, reported, refused in words."""
+"""Reordering of a message's parts over HTTP: orders, reports, refusals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_known_order_is_taken_and_the_model_reads_it_as_if_sent_so(ask, engi
     assert set(engine.salts) == {"me"}
 
 
-def test_what_is_known_in_no_order_stays_as_given_and_that_is_told(ask):
+def test_unknown_parts_stay_as_given_and_the_report_says_so(ask):
     answer, request = ask(message(B, A, C), reorder={"parts": [2, 0, 1]})
     _, plain = ask(message(B, A, C))
     assert request.prompt_ids == plain.prompt_ids
@@ -63,7 +63,7 @@ def test_what_is_known_in_no_order_stays_as_given_and_that_is_told(ask):
     assert answer["kvweave_order"]["cached_tokens"] == 0
 
 
-def test_nobody_is_told_of_an_order_who_did_not_ask(ask, engine):
+def test_no_report_without_a_request_to_reorder(ask, engine):
     for more in ({}, {"reorder": None}):
         answer, _ = ask(message(B, A), **more)
         assert "kvweave_order" not in answer
@@ -79,7 +79,7 @@ def test_only_the_declared_parts_of_the_declared_message_move(ask, engine):
     assert (answer["kvweave_order"]["message"], answer["kvweave_order"]["parts"]) == (1, [1, 0])
 
 
-def test_what_was_said_before_and_after_stays_where_it_is(ask, engine):
+def test_other_messages_stay_in_place(ask, engine):
     after = [{"role": "assistant", "content": "Yes."}, message("Why?")]
     _, earlier = ask(message("Well:", B, A), *after)
     learn(engine, earlier)
@@ -89,7 +89,7 @@ def test_what_was_said_before_and_after_stays_where_it_is(ask, engine):
     assert answer["kvweave_order"]["parts"] == [2, 1]
 
 
-def test_what_follows_decides_between_orders_that_are_both_known(ask, engine):
+def test_the_tail_decides_between_two_known_orders(ask, engine):
     for texts in ((A, B, "Which is blue?"), (B, A, "Which is red?")):
         _, earlier = ask(message(*texts))
         learn(engine, earlier)
@@ -98,14 +98,14 @@ def test_what_follows_decides_between_orders_that_are_both_known(ask, engine):
     assert answer["kvweave_order"]["parts"] == [1, 0]
 
 
-def test_what_else_a_message_says_stays_with_it(ask, engine):
+def test_other_fields_of_the_message_stay(ask, engine):
     named = {**message(A, B), "name": "Ann"}
     _, request = ask(named, reorder={"parts": [0, 1]})
     _, plain = ask(named)
     assert request.prompt_ids == plain.prompt_ids
 
 
-def test_what_is_evicted_before_it_could_be_used_changes_nothing(ask, engine, monkeypatch):
+def test_an_order_that_is_evicted_meanwhile_is_not_used(ask, engine, monkeypatch):
     _, plain = ask(message(A, B))
     _, earlier = ask(message(B, A))
     learn(engine, earlier)

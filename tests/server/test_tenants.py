@@ -116,7 +116,7 @@ def test_a_tenant_sees_nothing_of_what_another_one_cached(backend, salt):
     assert counted == [line for line in other_metrics.splitlines() if "tokens_total{" in line]
 
 
-def test_who_sends_no_salt_shares_with_all_who_send_none():
+def test_requests_without_a_salt_share():
     """What docs/reliability.md warns of."""
     _world, server = serve("radix")
     with server, server.client() as client:
@@ -131,7 +131,7 @@ def guarded():
         yield client
 
 
-def test_clients_keys_open_what_is_theirs_and_operators_keys_all(guarded):
+def test_client_keys_open_client_paths_and_operator_keys_all(guarded):
     document = guarded.get("/openapi.json", headers=KEY).json()
     asked = 0
     for path, operations in document["paths"].items():

@@ -1,4 +1,4 @@
-"""Shapes of responses for the OpenAPI document. Responses are not built from them; tests compare."""
+"""Shapes of responses for the OpenAPI document. Tests compare responses with them."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"
 def answers(
     shape: Any, *refusals: int, event: type[BaseModel] | None = None
 ) -> dict[int | str, dict[str, Any]]:
-    """A route's `responses`: 200 with `shape` or a stream of `event`, and the statuses in `refusals`."""
+    """A route's `responses`: 200 with `shape` or a stream of `event`, and its error statuses."""
     success: dict[str, Any] = {"model": shape, "description": "The answer."}
     if event is not None:
         success["content"] = {"text/event-stream": {"itemSchema": _event(event)}}
