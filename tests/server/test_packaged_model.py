@@ -9,6 +9,7 @@ from kvweave.config import CacheConfig, EngineConfig, SchedulerConfig, ServerCon
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.engine import Engine
 from kvweave.server.model_card import card_of
+from kvweave.server.prompts import ChatPrompt
 from support.serverkit import RunningServer, eventually
 
 pytestmark = pytest.mark.model
@@ -95,6 +96,49 @@ def test_a_stop_string_ends_the_answer_before_itself(ai, model):
     choice = ask(ai, model, "Count from one to five.", max_tokens=30, stop=stop).choices[0]
     assert choice.finish_reason == "stop"
     assert choice.message.content == whole[: whole.index(stop)]
+
+
+def test_a_special_token_ends_the_answer_as_a_stop_string(ai, model):
+    question = "What is the capital of France?"
+    plain = ask(ai, model, question, max_tokens=40).choices[0]
+    assert plain.finish_reason == "stop"
+    extra = {"ignore_eos": True}
+    ended = ask(ai, model, question, max_tokens=40, stop="<|im_end|>", extra_body=extra).choices[0]
+    assert (ended.finish_reason, ended.matched_stop) == ("stop", "<|im_end|>")
+    assert ended.message.content == plain.message.content
+
+
+def test_bad_words_are_not_written_and_only_allowed_tokens_are(ai, model, server):
+    question = "What is the capital of France?"
+    assert "Paris" in ask(ai, model, question, max_tokens=20).choices[0].message.content
+    without = ask(ai, model, question, max_tokens=20, extra_body={"bad_words": ["Paris"]})
+    assert "Paris" not in without.choices[0].message.content
+    ids = server.app.state.service.reader.encode_plain(" yes no")
+    allowed = ask(ai, model, question, extra_body={"allowed_token_ids": list(ids)})
+    assert set(allowed.choices[0].message.content.split()) <= {"yes", "no"}
+
+
+def test_the_model_goes_on_with_its_last_message(ai, model):
+    messages = [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is"},
+    ]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = ai.chat.completions.create(
+        model=model, messages=messages, max_tokens=3, temperature=0, extra_body=extra
+    )
+    assert answer.choices[0].message.content.startswith(" Paris")
+
+
+def test_a_client_that_renders_a_conversation_itself_hits_its_prefix(ai, model, server):
+    messages = [{"role": "user", "content": f"{FACTS} Where are items kept?"}]
+    salt = {"cache_salt": "rendered"}
+    ai.chat.completions.create(model=model, messages=messages, max_tokens=1, extra_body=salt)
+    reader = server.app.state.service.reader
+    prompt = reader.render(ChatPrompt(messages=messages))
+    usage = ai.completions.create(model=model, prompt=prompt, max_tokens=1, extra_body=salt).usage
+    full_pages = (usage.prompt_tokens - 1) // PAGE * PAGE
+    assert usage.prompt_tokens_details.cached_tokens == full_pages
 
 
 def test_a_long_document_asked_twice_is_computed_once(ai, model):
