@@ -33,7 +33,7 @@ class Answer:
 
 
 class Driver:
-    """One arm: an engine of its own over the shared model, driven on this thread."""
+    """One variant: an engine of its own over the shared model, driven on this thread."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         config.validate()

@@ -46,13 +46,13 @@ def served_in_prompts(
     is exchanged. Donors are embedded once, and the same prompts asked of them behind each gate.
     """
     desk = _Desk(setting.loaded, config)
-    served: dict[str, list[int]] = {arm: [] for arm in gates}
+    served: dict[str, list[int]] = {variant: [] for variant in gates}
     with setting.progress("batches of prompts", -(-len(pairs) // _BATCH)) as advance:
         for at in range(0, len(pairs), _BATCH):
             batch = pairs[at : at + _BATCH]
             desk.teach(batch)
-            for arm, gate in gates.items():
-                served[arm] += desk.asked(batch, gate)
+            for variant, gate in gates.items():
+                served[variant] += desk.asked(batch, gate)
             advance()
     return served
 

@@ -1,4 +1,4 @@
-"""Honest timing: arms take turns in one run, so that a busy moment hits all of them alike."""
+"""Timing: variants take turns within one run, so a busy moment of the machine hits all alike."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvweave_bench.report import Row
 
-Arm = Callable[[int], float]
-"""Runs round i of one arm and returns its figure: seconds, or whatever the bench compares."""
+Variant = Callable[[int], float]
+"""Runs round i of one variant and returns its figure: seconds, or whatever the bench compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,43 +35,43 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """The arm that a row is compared with, round by round."""
+    """The variant that a row is compared with, round by round."""
 
-    arm: str
+    variant: str
     figures: Sequence[float]
     larger_is_better: bool = False
 
 
 def row(
-    metric: str, arm: str, figures: Sequence[float], unit: str, against: Against | None = None
+    metric: str, variant: str, figures: Sequence[float], unit: str, against: Against | None = None
 ) -> Row:
-    """A row from all figures of one arm; its ratio pairs rounds (see `paired_ratios`)."""
+    """A row from all figures of one variant; its ratio pairs rounds (see `paired_ratios`)."""
     of = Spread.of(figures)
     return Row(
         metric=metric,
-        arm=arm,
+        arm=variant,
         value=of.median,
         unit=unit,
         n=of.n,
         p5=of.p5 if of.n > 1 else None,
         p95=of.p95 if of.n > 1 else None,
-        baseline=against.arm if against else None,
+        baseline=against.variant if against else None,
         ratio=float(np.median(paired_ratios(figures, against))) if against else None,
     )
 
 
-def ratio_row(metric: str, arm: str, figures: Sequence[float], against: Against) -> Row:
+def ratio_row(metric: str, variant: str, figures: Sequence[float], against: Against) -> Row:
     """A row whose figures are the rounds' own ratios; see `paired_ratios`."""
     of = Spread.of(paired_ratios(figures, against))
     return Row(
         metric=metric,
-        arm=arm,
+        arm=variant,
         value=of.median,
         unit="x",
         n=of.n,
         p5=of.p5,
         p95=of.p95,
-        baseline=against.arm,
+        baseline=against.variant,
         ratio=of.median,
     )
 
@@ -90,23 +90,23 @@ def paired_ratios(figures: Sequence[float], against: Against) -> list[float]:
 
 
 def alternate(
-    arms: Mapping[str, Arm],
+    variants: Mapping[str, Variant],
     rounds: int,
     *,
     warm_up: int = 1,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Run every arm once per round, each round beginning with the next arm; return all figures.
+    """Run every variant once per round and return all figures; the first one changes per round.
 
     Warm-up rounds run first, numbered -1, -2, ..., and are thrown away: they pay for compilation,
     page faults and clock ramps. `progress` is called after every run, warm-up included.
     """
-    names = list(arms)
+    names = list(variants)
     figures: dict[str, list[float]] = {name: [] for name in names}
     for index in (*range(-1, -warm_up - 1, -1), *range(rounds)):
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:
-            figure = arms[name](index)
+            figure = variants[name](index)
             if index >= 0:
                 figures[name].append(figure)
             progress()

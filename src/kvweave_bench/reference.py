@@ -1,4 +1,4 @@
-"""Plain transformers, as the arm to beat: its own attention, its own dynamic cache."""
+"""Plain transformers, as the variant to beat: its own attention, its own dynamic cache."""
 
 from __future__ import annotations
 

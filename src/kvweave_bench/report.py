@@ -24,8 +24,8 @@ class Row:
     """One figure. `value` is a median where several were taken, `n` how many, p5 and p95
     their spread.
 
-    `ratio` compares with the arm named in `baseline`, and larger is always better: for a time it
-    is baseline / value, for a throughput value / baseline. None where something does not apply.
+    `ratio` compares with the variant named in `baseline`, and larger is always better: for a time
+    it is baseline / value, for a throughput value / baseline. None where it does not apply.
     """
 
     metric: str

@@ -66,13 +66,13 @@ class TextRequest(GenerateRequest):
     prompt: str = ""
 
 
-RAY_ARMS = {
+RAY_VARIANTS = {
     "round-robin": RequestRouterConfig(request_router_class="kvweave_bench.routing:RoundRobin"),
     "power-of-two": RequestRouterConfig(),
     "ray-prefix-aware": RequestRouterConfig(request_router_class=_RAY_PREFIX_AWARE),
     "kvweave": RequestRouterConfig(request_router_class="kvweave.cluster.router:OverlapRouter"),
 }
-SGLANG_ARM = "sglang-cache-aware"
+SGLANG_VARIANT = "sglang-cache-aware"
 
 Ask = Callable[[str], Awaitable[Usage]]
 
@@ -100,7 +100,7 @@ class Tally:
 
 
 class Workload:
-    """Texts, the same for all arms."""
+    """Texts, the same for all variants."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -241,9 +241,13 @@ def _free_port() -> int:
         return port
 
 
-def measure(config: EngineConfig, arm: str, seed: int) -> dict[str, float]:
-    """One run of one arm, with engines of its own."""
-    setting = behind_sglang(config) if arm == SGLANG_ARM else behind_ray(config, RAY_ARMS[arm])
+def measure(config: EngineConfig, variant: str, seed: int) -> dict[str, float]:
+    """One run of one variant, with engines of its own."""
+    setting = (
+        behind_sglang(config)
+        if variant == SGLANG_VARIANT
+        else behind_ray(config, RAY_VARIANTS[variant])
+    )
     with setting as behind:
         turns, moved, balance = asyncio.run(drive(behind, Workload(seed), seed))
     return {
@@ -253,16 +257,16 @@ def measure(config: EngineConfig, arm: str, seed: int) -> dict[str, float]:
     }
 
 
-def rows_of(arm: str, runs: list[dict[str, float]]) -> list[Row]:
+def rows_of(variant: str, runs: list[dict[str, float]]) -> list[Row]:
     """Medians and spread over the runs."""
-    return [row(name, arm, [run[name] for run in runs], "share") for name in runs[0]]
+    return [row(name, variant, [run[name] for run in runs], "share") for name in runs[0]]
 
 
 def main() -> None:
-    """Run all arms, print and write the report."""
-    arms = [*RAY_ARMS, SGLANG_ARM]
+    """Run all variants, print and write the report."""
+    variants = [*RAY_VARIANTS, SGLANG_VARIANT]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--arms", nargs="+", choices=arms, default=arms)
+    parser.add_argument("--arms", nargs="+", choices=variants, default=variants)
     parser.add_argument("--model", help="the packaged one without it")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--json", type=Path)
@@ -273,12 +277,14 @@ def main() -> None:
         cache=CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=_POOL_TOKENS),
         fuzzy=FuzzyConfig(self_check="off"),  # what is reused counts here, not what is said
     )
-    runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in given.arms}
+    runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in given.arms}
     for seed in given.seeds:
-        for arm in given.arms:
-            runs[arm].append(measure(config, arm, seed))
-            print(arm, seed, {name: round(value, 3) for name, value in runs[arm][-1].items()})
-    rows = [each for arm in given.arms for each in rows_of(arm, runs[arm])]
+        for variant in given.arms:
+            runs[variant].append(measure(config, variant, seed))
+            print(
+                variant, seed, {name: round(value, 3) for name, value in runs[variant][-1].items()}
+            )
+    rows = [each for variant in given.arms for each in rows_of(variant, runs[variant])]
     model = given.model or packaged.NAME
     report = Report(bench="routing", model=model, seed=given.seeds[0], rows=tuple(rows))
     report.print(Console())

@@ -1,4 +1,4 @@
-"""What a running bench has at hand: one loaded model for all arms, texts, options, the screen."""
+"""The setting of a bench run: one loaded model for all variants, texts, options, the console."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Setting:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        """The model, loaded once: weights are shared by all arms, caches never are."""
+        """The model, loaded once: weights are shared by all variants, caches never are."""
         return load_model(self.model_config)
 
     @cached_property

@@ -34,8 +34,8 @@ def test_rows_and_page_come_out_of_one_run(
     report = run_bench(
         "quality", options, json_path=tmp_path / "rows.json", console=Console(file=shown, width=200)
     )
-    arms = {row.arm: row.n for row in report.rows if row.metric == "kl_mean"}
-    assert arms == {
+    variants = {row.arm: row.n for row in report.rows if row.metric == "kl_mean"}
+    assert variants == {
         "moved/copy/0": 1,
         "moved/unrotated/0": 1,
         "near-duplicate/copy/0": 5,

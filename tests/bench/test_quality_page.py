@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvweave_bench.quality.arms import Arm
-from kvweave_bench.quality.cells import Cell
 from kvweave_bench.quality.page import Page, render, write_page
 from kvweave_bench.quality.pairs import Compared, Pair
+from kvweave_bench.quality.scenarios import Scenario
 from kvweave_bench.quality.summary import figures, rows
+from kvweave_bench.quality.variants import Variant
 from kvweave_bench.quality.writer import Case
 from kvweave_bench.report import describe_machine
 
 NOBODY = np.zeros(1, np.int32)
-CELL = Cell(name="moved", summary="a document, moved", build=lambda *_: CASES[0])
+SCENARIO = Scenario(name="moved", summary="a document, moved", build=lambda *_: CASES[0])
 CASES = [
     Case((NOBODY,), NOBODY, "Where?", "It is in Lima.", "Lima", "Quito"),
     Case((NOBODY,), NOBODY, "Which <i>city</i>?", "It is Oslo.", "Oslo", "Bergen"),
@@ -48,16 +48,16 @@ PAIRS = [
     replace(PAIR, case=1, kl=0.03, cold_text="Oslo, surely", warm_text="<b>Bergen</b>, surely"),
     replace(PAIR, case=2, kl=0.02, cold_text="2001", warm_text="", cold_seconds=4.0),
 ]
-ARMS = ["copy/0", "seams/0.15", "seams/0.3", "zero-mask/0"]
+VARIANTS = ["copy/0", "seams/0.15", "seams/0.3", "zero-mask/0"]
 
 
 def compared(name: str = "moved", pairs: list[Pair] = PAIRS) -> Compared:
-    arms = [Arm(part.split("/")[0], float(part.split("/")[1])) for part in ARMS]
-    return Compared(replace(CELL, name=name), CASES, dict.fromkeys(arms, pairs))
+    variants = [Variant(part.split("/")[0], float(part.split("/")[1])) for part in VARIANTS]
+    return Compared(replace(SCENARIO, name=name), CASES, dict.fromkeys(variants, pairs))
 
 
-def page(*cells: Compared) -> Page:
-    return Page("tiny <model>", describe_machine(), 7, cells or (compared(),))
+def page(*scenarios: Compared) -> Page:
+    return Page("tiny <model>", describe_machine(), 7, scenarios or (compared(),))
 
 
 def test_every_promised_figure_is_there_and_right() -> None:
@@ -92,7 +92,7 @@ def test_one_wrong_position_is_not_averaged_away() -> None:
     )
 
 
-def test_cells_without_facts_have_no_figures_on_them() -> None:
+def test_scenarios_without_facts_have_no_figures_on_them() -> None:
     cases = [replace(case, gold=None, decoy=None) for case in CASES]
     names = {each.metric for each in figures(cases, PAIRS)}
     assert not {"gold_cold", "gold_warm", "decoy_cold", "decoy_warm"} & names
@@ -102,9 +102,9 @@ def test_cells_without_facts_have_no_figures_on_them() -> None:
     assert "decoy_warm" not in names
 
 
-def test_rows_name_cell_strategy_and_budget() -> None:
+def test_rows_name_scenario_strategy_and_budget() -> None:
     found = rows(compared())
-    assert {row.arm for row in found} == {f"moved/{arm}" for arm in ARMS}
+    assert {row.arm for row in found} == {f"moved/{variant}" for variant in VARIANTS}
     speed = next(row for row in found if row.metric == "first_token_speedup")
     assert (speed.value, speed.ratio, speed.baseline) == (4.0, 4.0, "cold")
     kl = next(row for row in found if row.metric == "kl_mean")
@@ -161,8 +161,8 @@ def test_a_curve_per_strategy_a_point_per_budget_and_no_ablations() -> None:
     assert "</i>zero-mask/0</th>" in text
 
 
-def test_one_arm_alone_is_no_plot() -> None:
-    alone = replace(compared(), pairs={Arm("copy"): PAIRS, Arm("unrotated"): PAIRS})
+def test_one_variant_alone_is_no_plot() -> None:
+    alone = replace(compared(), pairs={Variant("copy"): PAIRS, Variant("unrotated"): PAIRS})
     text = render(page(alone))
     assert "<section hidden><h2>Quality against speed" in text
     assert '<svg class="chart"' not in text
@@ -170,7 +170,7 @@ def test_one_arm_alone_is_no_plot() -> None:
 
 def test_noise_is_drawn_where_it_was_measured() -> None:
     assert "computed twice" not in render(page())
-    noise = Compared(replace(CELL, name="rerun", rerun=True), CASES, {Arm("rerun"): PAIRS})
+    noise = Compared(replace(SCENARIO, name="rerun", rerun=True), CASES, {Variant("rerun"): PAIRS})
     assert "computed twice" in render(page(compared(), noise))
 
 

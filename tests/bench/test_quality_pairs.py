@@ -13,14 +13,14 @@ from kvweave.config import ModelConfig
 from kvweave.errors import KvweaveError
 from kvweave.kv.pool import IntArray
 from kvweave.models import LoadedModel, hooks
-from kvweave_bench.quality.arms import Arm, outer_layers, parse_arms
-from kvweave_bench.quality.cells import Cell
-from kvweave_bench.quality.pairs import Compared, arms_of, compare
+from kvweave_bench.quality.pairs import Compared, compare, variants_of
+from kvweave_bench.quality.scenarios import Scenario
 from kvweave_bench.quality.session import Session
+from kvweave_bench.quality.variants import Variant, outer_layers, parse_variants
 from kvweave_bench.quality.writer import Case
 
-COPY, RERUN = Arm("copy"), Arm("rerun")
-CELL = Cell(name="test", summary="", build=lambda *_: CASE, answer=6)
+COPY, RERUN = Variant("copy"), Variant("rerun")
+SCENARIO = Scenario(name="test", summary="", build=lambda *_: CASE, answer=6)
 SLOTS = 1024
 
 
@@ -40,12 +40,14 @@ def model(tiny: Callable[[str], LoadedModel]) -> LoadedModel:
 
 
 @pytest.fixture
-def session(model: LoadedModel) -> Callable[[Arm | None], Session]:
-    return lambda arm=None: Session(model, ModelConfig(), arm, SLOTS)
+def session(model: LoadedModel) -> Callable[[Variant | None], Session]:
+    return lambda variant=None: Session(model, ModelConfig(), variant, SLOTS)
 
 
-def run(model: LoadedModel, arms: list[Arm], *cases: Case, cell: Cell = CELL) -> Compared:
-    return compare(model, ModelConfig(), cell, list(cases), arms)
+def run(
+    model: LoadedModel, variants: list[Variant], *cases: Case, scenario: Scenario = SCENARIO
+) -> Compared:
+    return compare(model, ModelConfig(), scenario, list(cases), variants)
 
 
 def by_the_library(model: LoadedModel, sequence: list[int]) -> torch.Tensor:
@@ -86,9 +88,9 @@ def test_a_lent_donor_serves_as_one_that_was_computed_there(
 
 
 def test_copies_are_close_and_ablations_are_not(model: LoadedModel) -> None:
-    arms = parse_arms("copy/0,zero-mask/0,unrotated/0")
-    found = run(model, arms, CASE)
-    copy, masked, unrotated = (found.pairs[arm][0] for arm in arms)
+    variants = parse_variants("copy/0,zero-mask/0,unrotated/0")
+    found = run(model, variants, CASE)
+    copy, masked, unrotated = (found.pairs[variant][0] for variant in variants)
     for pair in (copy, masked, unrotated):
         assert pair.fired
         assert pair.identity == 1.0
@@ -111,7 +113,7 @@ def test_the_same_prompt_again_is_exact(model: LoadedModel) -> None:
 
 
 def test_a_rerun_reuses_nothing_and_differs_by_rounding_at_most(model: LoadedModel) -> None:
-    found = run(model, [COPY], Case((), RECIPIENT, "?"), cell=replace(CELL, rerun=True))
+    found = run(model, [COPY], Case((), RECIPIENT, "?"), scenario=replace(SCENARIO, rerun=True))
     (pair,) = found.pairs[RERUN]
     assert (pair.reused, pair.fired) == (0, False)
     assert pair.kl < 1e-9
@@ -126,8 +128,8 @@ def test_no_case_profits_from_an_earlier_one(model: LoadedModel) -> None:
 
 
 def test_where_caches_live_on_earlier_cases_are_the_donors(model: LoadedModel) -> None:
-    cell = replace(CELL, lives=True)
-    found = run(model, [COPY], Case((), DONOR, "?"), Case((), RECIPIENT, "?"), cell=cell)
+    scenario = replace(SCENARIO, lives=True)
+    found = run(model, [COPY], Case((), DONOR, "?"), Case((), RECIPIENT, "?"), scenario=scenario)
     first, second = found.pairs[COPY]
     assert (first.fired, second.fired) == (False, True)
     assert second.identity == 1.0
@@ -137,11 +139,11 @@ def test_where_caches_live_on_earlier_cases_are_the_donors(model: LoadedModel) -
 def test_a_warm_answer_that_goes_astray_is_led_along_the_cold_one(
     model: LoadedModel, session: Callable[..., Session]
 ) -> None:
-    arm = Arm("zero-mask")
-    (pair,) = run(model, [arm], CASE).pairs[arm]
+    variant = Variant("zero-mask")
+    (pair,) = run(model, [variant], CASE).pairs[variant]
     assert pair.warm_text != pair.cold_text
     cold = session().serve(RECIPIENT, 6).trace
-    warm = session(arm)
+    warm = session(variant)
     warm.lend(DONOR, session().record(DONOR))
     led = warm.serve(RECIPIENT, 6, dictated=cold.tokens).trace
     chosen = torch.tensor(cold.tokens)[:, None]
@@ -149,11 +151,11 @@ def test_a_warm_answer_that_goes_astray_is_led_along_the_cold_one(
     assert pair.ppl_ratio == pytest.approx(float((gained[0] - gained[1]).exp()), rel=1e-4)
 
 
-def test_arms_that_make_no_sense_in_a_cell_do_not_run() -> None:
-    arms = parse_arms("zero-mask,copy")
-    assert arms_of(CELL, arms) == arms
-    assert arms_of(replace(CELL, all_arms=False), arms) == [COPY]
-    assert arms_of(replace(CELL, rerun=True), arms) == [RERUN]
+def test_variants_that_make_no_sense_in_a_scenario_do_not_run() -> None:
+    variants = parse_variants("zero-mask,copy")
+    assert variants_of(SCENARIO, variants) == variants
+    assert variants_of(replace(SCENARIO, all_variants=False), variants) == [COPY]
+    assert variants_of(replace(SCENARIO, rerun=True), variants) == [RERUN]
 
 
 def test_the_outermost_layers_are_masked_one_at_least_at_each_end() -> None:
@@ -169,9 +171,9 @@ def test_the_outermost_layers_are_masked_one_at_least_at_each_end() -> None:
         ("seams/1.5", "share from 0 to 1"),
     ],
 )
-def test_an_arm_that_is_none_ends_in_words(text: str, words: str) -> None:
+def test_a_variant_that_is_none_ends_in_words(text: str, words: str) -> None:
     with pytest.raises(KvweaveError, match=words):
-        parse_arms(text)
+        parse_variants(text)
 
 
 def test_one_probe_watches_one_request(session: Callable[..., Session]) -> None:

@@ -1,4 +1,4 @@
-"""The arm to beat: what it forgets, and what happens when its process dies."""
+"""The variant to beat: what it forgets, and what happens when its process dies."""
 
 from __future__ import annotations
 

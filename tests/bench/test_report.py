@@ -48,7 +48,7 @@ def test_a_figure_that_is_no_number_is_never_written(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_table_names_spread_arm_compared_with_model_and_machine() -> None:
+def test_table_names_spread_variant_compared_with_model_and_machine() -> None:
     shown = io.StringIO()
     rows = [
         row("decode", "kvweave", [1.0, 2.0, 3.0], "ms", Against("transformers", [3.5, 7.0, 9.0]))
@@ -84,17 +84,17 @@ def test_ratio_is_better_is_larger_and_pairs_rounds() -> None:
         row("m", "a", [1.0], "ms", Against("x", [1.0, 2.0]))
 
 
-def test_arms_take_turns_at_going_first_and_warm_up_is_thrown_away() -> None:
+def test_variants_take_turns_at_going_first_and_warm_up_is_thrown_away() -> None:
     order: list[tuple[str, int]] = []
 
-    def arm(name: str) -> object:
+    def variant(name: str) -> object:
         def run(index: int) -> float:
             order.append((name, index))
             return float(index)
 
         return run
 
-    figures = alternate({"a": arm("a"), "b": arm("b")}, rounds=3, warm_up=1)  # type: ignore[dict-item]
+    figures = alternate({"a": variant("a"), "b": variant("b")}, rounds=3, warm_up=1)  # type: ignore[dict-item]
     assert figures == {"a": [0.0, 1.0, 2.0], "b": [0.0, 1.0, 2.0]}
     assert sorted(order[:2]) == [("a", -1), ("b", -1)]
     assert [name for name, _ in order[2:]] == ["a", "b", "b", "a", "a", "b"]

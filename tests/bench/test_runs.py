@@ -33,12 +33,12 @@ def run(model: str, make_corpus: Callable[[int], Corpus], tmp_path: Path) -> Run
     return run
 
 
-def by_arm(report: Report, metric: str) -> dict[str, Row]:
+def by_variant(report: Report, metric: str) -> dict[str, Row]:
     return {row.arm: row for row in report.rows if row.metric == metric}
 
 
 def values(report: Report, metric: str) -> dict[str, float]:
-    return {arm: row.value for arm, row in by_arm(report, metric).items()}
+    return {variant: row.value for variant, row in by_variant(report, metric).items()}
 
 
 def test_cold_groups_compute_the_shared_prefix_once_only_where_they_wait(run: Run) -> None:
@@ -52,7 +52,7 @@ def test_cold_groups_compute_the_shared_prefix_once_only_where_they_wait(run: Ru
     assert set(values(report, "identical_ids").values()) == {1.0}
     pages = values(report, "peak_pages")
     assert pages["radix"] == 3 + 16 < pages["none"] == 4 * 16
-    first = by_arm(report, "first_token_ms")["radix"]
+    first = by_variant(report, "first_token_ms")["radix"]
     assert first.n == 16
     assert first.p5 <= first.value <= first.p95
 
@@ -60,12 +60,12 @@ def test_cold_groups_compute_the_shared_prefix_once_only_where_they_wait(run: Ru
 def test_engine_compares_with_transformers_and_with_one_after_another(run: Run) -> None:
     report = run("engine")
     for metric in ("prefill_512", "decode_after_512", "append_15_after_512"):
-        ours = by_arm(report, metric)["kvweave"]
-        theirs = by_arm(report, metric)["transformers"]
+        ours = by_variant(report, metric)["kvweave"]
+        theirs = by_variant(report, metric)["transformers"]
         assert (ours.baseline, theirs.baseline) == ("transformers", None)
         assert ours.ratio == pytest.approx(theirs.value / ours.value)
-    together = by_arm(report, "decode_batch_8")["together"]
-    alone = by_arm(report, "decode_batch_8")["one after another"]
+    together = by_variant(report, "decode_batch_8")["together"]
+    alone = by_variant(report, "decode_batch_8")["one after another"]
     assert together.ratio == pytest.approx(together.value / alone.value)
 
 
@@ -74,7 +74,7 @@ def test_moved_documents_are_served_and_right(run: Run) -> None:
     assert values(report, "served") == {"512": 1.0}
     assert values(report, "token_identity") == {"512": 1.0}
     assert values(report, "document_share")["512"] > 0.9
-    speedup = by_arm(report, "first_token_speedup")["512"]
+    speedup = by_variant(report, "first_token_speedup")["512"]
     assert speedup.baseline == "cold"
     assert speedup.ratio == speedup.value
 
@@ -86,24 +86,24 @@ def test_shapes_are_measured_against_the_oracle(run: Run) -> None:
     assert served.keys() == oracle.keys()
     assert set(values(report, "token_identity").values()) == {1.0}
     assert served["new-wrapper"] > 0.6
-    assert all(served[arm] <= oracle[arm] + 0.05 for arm in served)
+    assert all(served[variant] <= oracle[variant] + 0.05 for variant in served)
 
 
 def test_unrelated_prompts_are_not_served(run: Run) -> None:
     report = run("unrelated")
     assert values(report, "served") == {"fuzzy_match": 0.0}
-    ratio = by_arm(report, "throughput_ratio")["fuzzy_match"]
+    ratio = by_variant(report, "throughput_ratio")["fuzzy_match"]
     assert (ratio.n, ratio.baseline) == (3, "radix")
 
 
 def test_the_clock_is_asked_about_anothers_text_and_about_ones_own(run: Run) -> None:
     report = run("salts")
-    assert by_arm(report, "first_token_ms").keys() == {
+    assert by_variant(report, "first_token_ms").keys() == {
         "never cached",
         "cached by another",
         "cached by oneself",
     }
-    for ratio in by_arm(report, "first_token_ratio").values():
+    for ratio in by_variant(report, "first_token_ratio").values():
         assert (ratio.n, ratio.baseline) == (2, "never cached")
         assert ratio.p5 <= ratio.value <= ratio.p95
 
@@ -121,7 +121,7 @@ def test_healing_makes_exact_what_comes_again(run: Run) -> None:
     healed = values(report, "healed_prompts")
     assert (healed["off"], healed["on"]) == (0, 2)
     assert values(report, "dropped_heals") == {"off": 0, "on": 0}
-    ratio = by_arm(report, "first_token_p95_ratio")["on"]
+    ratio = by_variant(report, "first_token_p95_ratio")["on"]
     assert (ratio.n, ratio.baseline, ratio.ratio) == (2, "off", ratio.value)
     assert ratio.p5 <= ratio.value <= ratio.p95
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvweave_bench.soak import arms, model, oracle
+from kvweave_bench.soak import model, oracle, variants
 from kvweave_bench.soak.client import Reply
 from kvweave_bench.soak.oracle import Claim
 from kvweave_bench.soak.verdicts import verdict
@@ -152,13 +152,13 @@ def test_memory_that_grows_is_told_from_memory_that_is_flat():
 
 
 def test_the_log_and_the_audit_are_read(tmp_path):
-    outcome = arms.RowOutput("hash", problems=["doubt: a: wrong", "doubt: b: wrong"])
+    outcome = variants.SoakResult("hash", problems=["doubt: a: wrong", "doubt: b: wrong"])
     log, audit = tmp_path / "log", tmp_path / "audit"
     log.write_text('{"exception": "injected by the soak"}\n{"exception": "a bug"}\n{"level": 1}\n')
     said = [{"what": "approximate", "rid": "a"}, {"what": "violation", "words": "a leak"}]
     audit.write_text("".join(json.dumps(each) + "\n" for each in said))
-    arms._read_audit(audit, outcome)
-    arms._read_log(log, outcome)
+    variants._read_audit(audit, outcome)
+    variants._read_log(log, outcome)
     assert outcome.problems == ["doubt: b: wrong", "a leak", "in the log: a bug"]
 
 

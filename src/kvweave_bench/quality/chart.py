@@ -17,7 +17,7 @@ _DECADES = 4
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One arm: `x` times sooner, divergence `y` with the ends of its interval."""
+    """One variant: `x` times sooner, divergence `y` with the ends of its interval."""
 
     x: float
     y: float
@@ -31,7 +31,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The arms of one strategy, by budget. `colour` is a number that the page gives a colour."""
+    """The variants of one strategy, by budget. `colour`: a class number of the page's CSS."""
 
     colour: int
     points: Sequence[Point]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from kvweave_bench.quality.arms import Arm
 from kvweave_bench.quality.pairs import Compared, Pair
 from kvweave_bench.quality.summary import fact_of
+from kvweave_bench.quality.variants import Variant
 from kvweave_bench.quality.wording import marked, nats, ratio
 from kvweave_bench.quality.writer import Case
 
@@ -15,18 +15,21 @@ _FACTS = {"gold": "right", "decoy": "the donor's fact", "neither": "not answered
 
 
 def worst_examples(compared: Compared) -> str:
-    """The worst few of a cell, of the arms that somebody might serve with; each case once.
+    """The worst few of a scenario, of the variants that somebody might serve with; each case once.
 
     Facts lost come first, those taken from the donor before all; then the largest divergence.
     """
     pairs = [
-        (arm, pair) for arm, found in compared.pairs.items() if not arm.ablation for pair in found
+        (variant, pair)
+        for variant, found in compared.pairs.items()
+        if not variant.ablation
+        for pair in found
     ]
     pairs.sort(key=lambda each: _badness(compared.cases[each[1].case], each[1]), reverse=True)
     shown: dict[int, str] = {}
-    for arm, pair in pairs:
+    for variant, pair in pairs:
         if len(shown) < _SHOWN and pair.case not in shown:
-            shown[pair.case] = _example(arm, compared.cases[pair.case], pair)
+            shown[pair.case] = _example(variant, compared.cases[pair.case], pair)
     return "".join(shown.values())
 
 
@@ -39,12 +42,12 @@ def _badness(case: Case, pair: Pair) -> tuple[int, float]:
     return lost, pair.kl_answer
 
 
-def _example(arm: Arm, case: Case, pair: Pair) -> str:
+def _example(variant: Variant, case: Case, pair: Pair) -> str:
     stated = f'<p class="stated">{escape(case.stated)}</p>' if case.stated else ""
     return (
         '<article class="example"><header>'
         f"<p><b>{escape(case.question)}</b></p>{stated}"
-        f'<p class="note">prompt {pair.case + 1} · {escape(arm.name)} · next token KL '
+        f'<p class="note">prompt {pair.case + 1} · {escape(variant.name)} · next token KL '
         f"{nats(pair.kl)} · along the answer {nats(pair.kl_answer)} · perplexity &times; "
         f"{ratio(pair.ppl_ratio)}</p></header>"
         f"{_answer('cold', case, pair.cold_text, escape(pair.cold_text))}"

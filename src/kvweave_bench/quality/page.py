@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 
 from kvweave.version import __version__
 from kvweave_bench.quality import wording
-from kvweave_bench.quality.arms import Arm
 from kvweave_bench.quality.chart import Curve, Point, chart, strip
 from kvweave_bench.quality.examples import worst_examples
 from kvweave_bench.quality.intervals import Estimate
 from kvweave_bench.quality.pairs import Compared
 from kvweave_bench.quality.summary import figures
+from kvweave_bench.quality.variants import Variant
 
-_Measured: TypeAlias = Mapping[Arm, Mapping[str, Estimate]]
-"""One cell's figures, by arm and metric."""
+_Measured: TypeAlias = Mapping[Variant, Mapping[str, Estimate]]
+"""One scenario's figures, by variant and metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +44,26 @@ def write_page(path: Path, page: Page) -> None:
 def render(page: Page) -> str:
     """The page as HTML that refers to no other file."""
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    cells = [(each, _measured(each)) for each in page.compared]
+    scenarios = [(each, _measured(each)) for each in page.compared]
     colours = _colours(page.compared)
     floor = next(
-        (of[arm]["kl_mean"].value for each, of in cells if each.cell.rerun for arm in of), None
+        (
+            of[variant]["kl_mean"].value
+            for each, of in scenarios
+            if each.scenario.rerun
+            for variant in of
+        ),
+        None,
     )
-    compared = [(each, of) for each, of in cells if len(_serving(of)) > 1]
+    compared = [(each, of) for each, of in scenarios if len(_serving(of)) > 1]
     return Template(template).substitute(
         model=escape(page.model),
         about=escape(_about(page)),
-        overview="".join(_overview(each, of) for each, of in cells),
+        overview="".join(_overview(each, of) for each, of in scenarios),
         legend="".join(_key(strategy, at) for strategy, at in colours.items()) if compared else "",
         hidden="" if compared else " hidden",
         charts="".join(_chart(each, of, colours, floor) for each, of in compared),
-        cells="".join(_cell(each, of, colours) for each, of in cells),
+        cells="".join(_scenario(each, of, colours) for each, of in scenarios),
     )
 
 
@@ -72,20 +78,20 @@ def _about(page: Page) -> str:
 
 def _measured(compared: Compared) -> _Measured:
     return {
-        arm: {each.metric: each.estimate for each in figures(compared.cases, pairs)}
-        for arm, pairs in compared.pairs.items()
+        variant: {each.metric: each.estimate for each in figures(compared.cases, pairs)}
+        for variant, pairs in compared.pairs.items()
     }
 
 
-def _serving(measured: _Measured) -> list[Arm]:
-    """The arms that somebody might serve with."""
-    return [arm for arm in measured if not arm.ablation]
+def _serving(measured: _Measured) -> list[Variant]:
+    """The variants that somebody might serve with."""
+    return [variant for variant in measured if not variant.ablation]
 
 
 def _colours(compared: Sequence[Compared]) -> dict[str, int]:
     """A number for every strategy that may be drawn, in the order in which they appear."""
-    arms = [arm for each in compared if not each.cell.rerun for arm in each.pairs]
-    strategies = dict.fromkeys(arm.strategy for arm in arms if not arm.ablation)
+    variants = [variant for each in compared if not each.scenario.rerun for variant in each.pairs]
+    strategies = dict.fromkeys(variant.strategy for variant in variants if not variant.ablation)
     return {strategy: number for number, strategy in enumerate(strategies)}
 
 
@@ -95,13 +101,13 @@ def _key(strategy: str, colour: int) -> str:
 
 
 def _overview(compared: Compared, measured: _Measured) -> str:
-    """One line on a cell: its first arm, which is the one that matters most."""
-    arm = next(iter(measured))
-    of = measured[arm]
+    """One line on a scenario: its first variant, which is the one that matters most."""
+    variant = next(iter(measured))
+    of = measured[variant]
     kl = of["kl_mean"]
     cells = [
-        f'<th scope="row"><a href="#{compared.cell.name}">{compared.cell.name}</a>'
-        f"<small>{escape(arm.name)}, n = {kl.n}</small></th>",
+        f'<th scope="row"><a href="#{compared.scenario.name}">{compared.scenario.name}</a>'
+        f"<small>{escape(variant.name)}, n = {kl.n}</small></th>",
         f"<td>{wording.times(of['first_token_speedup'].value)}</td>",
         f"<td>{wording.percent(of['reused_share'].value)}</td>",
         f'<td class="strip">{strip(kl.value, kl.low, kl.high)}</td>',
@@ -138,39 +144,46 @@ def _chart(
     """A curve per strategy; the first one's points say their budgets, the others' are in line."""
     curves: list[Curve] = []
     for strategy, colour in colours.items():
-        arms = sorted(
-            (arm for arm in measured if arm.strategy == strategy), key=lambda arm: arm.budget
+        variants = sorted(
+            (variant for variant in measured if variant.strategy == strategy),
+            key=lambda variant: variant.budget,
         )
-        points = [_point(arm, measured[arm], label=not curves or len(arms) == 1) for arm in arms]
+        points = [
+            _point(variant, measured[variant], label=not curves or len(variants) == 1)
+            for variant in variants
+        ]
         curves.append(Curve(colour, points))
-    name = compared.cell.name
+    name = compared.scenario.name
     drawn = chart(curves, floor, f"Quality against speed: {name}")
-    return f"<figure><figcaption><b>{name}</b> {compared.cell.summary}</figcaption>{drawn}</figure>"
+    caption = f"<figcaption><b>{name}</b> {compared.scenario.summary}</figcaption>"
+    return f"<figure>{caption}{drawn}</figure>"
 
 
-def _point(arm: Arm, of: Mapping[str, Estimate], label: bool) -> Point:
+def _point(variant: Variant, of: Mapping[str, Estimate], label: bool) -> Point:
     kl, speed = of["kl_mean"], of["first_token_speedup"].value
     interval = f"{kl.value:.2g} ({kl.low:.2g} to {kl.high:.2g})"
-    told = f"{arm.name}: {speed:.1f} times sooner, KL {interval}"
-    shown = f"{arm.budget:.0%}" if arm.budget else arm.strategy
+    told = f"{variant.name}: {speed:.1f} times sooner, KL {interval}"
+    shown = f"{variant.budget:.0%}" if variant.budget else variant.strategy
     return Point(speed, kl.value, kl.low, kl.high, shown if label else "", told)
 
 
-def _cell(compared: Compared, measured: _Measured, colours: Mapping[str, int]) -> str:
-    cell = compared.cell
+def _scenario(compared: Compared, measured: _Measured, colours: Mapping[str, int]) -> str:
+    scenario = compared.scenario
     judged = {metric.split("_")[0] for of in measured.values() for metric in of}
     columns = [each for each in _COLUMNS if each[2] is not _told or each[1] in judged]
     body = []
-    strategies = list(dict.fromkeys(arm.strategy for arm in measured))
-    for arm in sorted(measured, key=lambda arm: (strategies.index(arm.strategy), arm.budget)):
-        cells = "".join(show(measured[arm], metric) for _, metric, show in columns)
-        colour = f' class="s{colours[arm.strategy]}"' if arm.strategy in colours else ""
-        body.append(f'<tr><th scope="row"{colour}><i></i>{escape(arm.name)}</th>{cells}</tr>')
+    strategies = list(dict.fromkeys(variant.strategy for variant in measured))
+    for variant in sorted(
+        measured, key=lambda variant: (strategies.index(variant.strategy), variant.budget)
+    ):
+        cells = "".join(show(measured[variant], metric) for _, metric, show in columns)
+        colour = f' class="s{colours[variant.strategy]}"' if variant.strategy in colours else ""
+        body.append(f'<tr><th scope="row"{colour}><i></i>{escape(variant.name)}</th>{cells}</tr>')
     head = "".join(f"<th scope='col'>{title}</th>" for title, _, _ in columns)
     n = next(iter(measured.values()))["kl_mean"].n
     return (
-        f'<section id="{cell.name}"><h2>{cell.name}</h2>'
-        f"<p>{escape(cell.summary)}; n = {n} prompts. {_remark(compared, measured)}</p>"
+        f'<section id="{scenario.name}"><h2>{scenario.name}</h2>'
+        f"<p>{escape(scenario.summary)}; n = {n} prompts. {_remark(compared, measured)}</p>"
         f'<div class="wide"><table><thead><tr><th></th>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
         f"<details open><summary>Furthest from their cold answers</summary>"
@@ -184,7 +197,7 @@ def _remark(compared: Compared, measured: _Measured) -> str:
     if worst < 1:
         return f"<b>Some moved positions hold other tokens ({wording.percent(worst)} right).</b>"
     fired = max(of["fired"].value for of in measured.values())
-    if compared.cell.lives:
+    if compared.scenario.lives:
         return f"Text was moved for {wording.percent(fired)} of the prompts."
     return "Every moved position holds the prompt's own token." if fired else ""
 

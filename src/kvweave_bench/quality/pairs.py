@@ -1,4 +1,4 @@
-"""Runs a cell: every prompt cold, and warm in every arm, side by side."""
+"""Runs a scenario: every prompt cold, and warm in every variant, side by side."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from kvweave.config import ModelConfig
 from kvweave.engine.selfcheck.measure import kl_divergence
 from kvweave.models import LoadedModel
 from kvweave_bench.identity import Donors
-from kvweave_bench.quality.arms import COPY, RERUN, Arm
-from kvweave_bench.quality.cells import Cell
 from kvweave_bench.quality.metrics import perplexity_ratio, rouge_l, token_f1
-from kvweave_bench.quality.session import Served, Session
-from kvweave_bench.quality.tape import Tape
+from kvweave_bench.quality.scenarios import Scenario
+from kvweave_bench.quality.session import RecordedKV, Served, Session
+from kvweave_bench.quality.variants import COPY, RERUN, Variant
 from kvweave_bench.quality.writer import Case
 
 _SHARED_SLOTS = 8192
@@ -24,7 +23,7 @@ _SHARED_SLOTS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One prompt served warm in one arm, against its cold answer."""
+    """One prompt served warm in one variant, against its cold answer."""
 
     case: int
     kl: float
@@ -54,84 +53,86 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """All of one cell: its cases, and pairs by arm in the order of cases."""
+    """All of one scenario: its cases, and pairs by variant in the order of cases."""
 
-    cell: Cell
+    scenario: Scenario
     cases: list[Case]
-    pairs: dict[Arm, list[Pair]]
+    pairs: dict[Variant, list[Pair]]
 
 
-def arms_of(cell: Cell, arms: Sequence[Arm]) -> list[Arm]:
-    """The arms that make sense in a cell."""
-    if cell.rerun:
-        return [Arm(RERUN)]
-    if cell.all_arms:
-        return list(arms)
-    return [next((arm for arm in arms if not arm.ablation), Arm(COPY))]
+def variants_of(scenario: Scenario, variants: Sequence[Variant]) -> list[Variant]:
+    """The variants that make sense in a scenario."""
+    if scenario.rerun:
+        return [Variant(RERUN)]
+    if scenario.all_variants:
+        return list(variants)
+    return [next((variant for variant in variants if not variant.ablation), Variant(COPY))]
 
 
 def compare(
     loaded: LoadedModel,
     model: ModelConfig,
-    cell: Cell,
+    scenario: Scenario,
     cases: list[Case],
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     advance: Callable[[], None] = lambda: None,
 ) -> Compared:
-    """Serve all cases; `advance` is called once per case and arm.
+    """Serve all cases; `advance` is called once per case and variant.
 
-    Donors are computed once and lent to every arm. Arms take turns at being the first after the
-    reference run, so that none profits from its place.
+    Donors are computed once and lent to every variant. Variants take turns at being the first
+    after the reference run, so none profits from its place.
     """
-    slots = _slots(cell, cases)
+    slots = _slots(scenario, cases)
     cold = Session(loaded, model, None, slots)
     base = None
-    if cell.against is not None:
-        base = _Lane(Session(loaded, model, Arm(COPY), slots, cell.against), cell)
+    if scenario.against is not None:
+        base = _Lane(Session(loaded, model, Variant(COPY), slots, scenario.against), scenario)
     lanes = {
-        arm: _Lane(Session(loaded, model, arm, slots, cell.provider), cell)
-        for arm in arms_of(cell, arms)
+        variant: _Lane(Session(loaded, model, variant, slots, scenario.provider), scenario)
+        for variant in variants_of(scenario, variants)
     }
-    if cell.provider != "spans":
+    if scenario.provider != "spans":
         for lane in lanes.values():  # meanings are compared where somebody has asked before
             lane.session.serve(cases[0].recipient, 1)
-    pairs: dict[Arm, list[Pair]] = {arm: [] for arm in lanes}
+    pairs: dict[Variant, list[Pair]] = {variant: [] for variant in lanes}
     for number, case in enumerate(cases):
-        tapes = [cold.record(donor) for donor in case.donors]
+        recordings = [cold.record(donor) for donor in case.donors]
         if base is None:
-            reference = cold.serve(case.recipient, cell.answer)
+            reference = cold.serve(case.recipient, scenario.answer)
         else:
-            reference = base.serve(case, tapes)
+            reference = base.serve(case, recordings)
         turn = number % len(lanes)
         order = list(lanes)
-        for arm in order[turn:] + order[:turn]:
-            pairs[arm].append(lanes[arm].pair(number, case, tapes, reference))
+        for variant in order[turn:] + order[:turn]:
+            pairs[variant].append(lanes[variant].pair(number, case, recordings, reference))
             advance()
-    return Compared(cell, cases, pairs)
+    return Compared(scenario, cases, pairs)
 
 
 class _Lane:
-    """One arm on its way through the cases, and what its cache may hold."""
+    """One variant on its way through the cases, and what its cache may hold."""
 
-    def __init__(self, session: Session, cell: Cell) -> None:
+    def __init__(self, session: Session, scenario: Scenario) -> None:
         self.session = session
-        self.cell = cell
+        self.scenario = scenario
         self.donors = Donors()
 
-    def serve(self, case: Case, tapes: Sequence[Tape]) -> Served:
+    def serve(self, case: Case, recordings: Sequence[RecordedKV]) -> Served:
         """Serve a case's recipient behind its donors."""
-        self._prepare(case, tapes)
+        self._prepare(case, recordings)
         return self.session.serve(
-            case.recipient, self.cell.answer, protected_from=case.protected_from
+            case.recipient, self.scenario.answer, protected_from=case.protected_from
         )
 
-    def pair(self, number: int, case: Case, tapes: Sequence[Tape], reference: Served) -> Pair:
+    def pair(
+        self, number: int, case: Case, recordings: Sequence[RecordedKV], reference: Served
+    ) -> Pair:
         """Serve a case's recipient and compare it with its reference answer."""
-        served = self.serve(case, tapes)
+        served = self.serve(case, recordings)
         answer, usage = served.answer, served.answer.usage
         identity = self.donors.identity(answer)
         self.donors.add(answer)
-        followed, logits = self._followed(case, tapes, reference, served)
+        followed, logits = self._followed(case, recordings, reference, served)
         expected = reference.trace.logits[: len(followed)]
         divergence = kl_divergence(expected, logits)
         return Pair(
@@ -159,18 +160,18 @@ class _Lane:
             warm_seconds=answer.first_token_seconds,
         )
 
-    def _prepare(self, case: Case, tapes: Sequence[Tape]) -> None:
+    def _prepare(self, case: Case, recordings: Sequence[RecordedKV]) -> None:
         """Leave nothing in the cache but the case's donors."""
-        if self.cell.lives:
+        if self.scenario.lives:
             return
         self.session.forget()
         self.donors = Donors()
-        for donor, tape in zip(case.donors, tapes, strict=True):
-            self.donors.add(self.session.lend(donor, tape))
+        for donor, recorded in zip(case.donors, recordings, strict=True):
+            self.donors.add(self.session.lend(donor, recorded))
         self.session.settle()
 
     def _followed(
-        self, case: Case, tapes: Sequence[Tape], reference: Served, served: Served
+        self, case: Case, recordings: Sequence[RecordedKV], reference: Served, served: Served
     ) -> tuple[tuple[int, ...], torch.Tensor]:
         """The cold answer's tokens, and the warm logits (T, V) along them.
 
@@ -181,26 +182,26 @@ class _Lane:
         tokens, said = reference.trace.tokens, served.trace.tokens
         if said == tokens:
             return tokens, served.trace.logits
-        if self.cell.lives:
+        if self.scenario.lives:
             both = zip(tokens, said, strict=False)
             common = next((at for at, (ours, theirs) in enumerate(both) if ours != theirs), 0)
             return tokens[: common + 1], served.trace.logits[: common + 1]
-        self._prepare(case, tapes)
+        self._prepare(case, recordings)
         led = self.session.serve(
             case.recipient, len(tokens), dictated=tokens, protected_from=case.protected_from
         )
         return tokens, led.trace.logits
 
 
-def _slots(cell: Cell, cases: Sequence[Case]) -> int:
+def _slots(scenario: Scenario, cases: Sequence[Case]) -> int:
     """Room for the donors and two answers of any one case, to whole pages of any usual size."""
-    if cell.lives:
+    if scenario.lives:
         return _SHARED_SLOTS
     most = max(
         sum(len(donor) + _PAGE for donor in case.donors) + 2 * (len(case.recipient) + _PAGE)
         for case in cases
     )
-    return most + 2 * cell.answer
+    return most + 2 * scenario.answer
 
 
 _PAGE = 64

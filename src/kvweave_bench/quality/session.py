@@ -1,4 +1,4 @@
-"""One arm at work: an engine of its own over the shared model, serving one prompt at a time."""
+"""Engines of bench quality: one per variant over the shared model, and recorded KV for donors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import torch
+
 from kvweave.config import CacheConfig, EngineConfig, ModelConfig
 from kvweave.engine.components import Runner
 from kvweave.engine.engine import Engine
+from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.factory import build_components
 from kvweave.engine.logit_recorder import LogitRecorder, RecordedLogits
@@ -19,11 +22,67 @@ from kvweave.errors import KvweaveError
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.pool import IntArray
 from kvweave.kv.relocation import TensorMover
+from kvweave.kv.tensors import KVTensors
 from kvweave.models import LoadedModel
 from kvweave_bench.driver import Answer
 from kvweave_bench.measure import quiet_collector
-from kvweave_bench.quality.arms import Arm
-from kvweave_bench.quality.tape import Player, Recorder, Tape
+from kvweave_bench.quality.variants import Variant
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedKV:
+    """One prompt's KV, computed by one engine and lent to several.
+
+    keys, values: by layer, (N, heads, dim) in the order of positions. logits: float32 (1, V), those
+    after the prompt.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    logits: torch.Tensor
+
+
+class KVRecorder:
+    """A runner that computes one prompt from its first token on and copies its KV."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self._chunks: list[RecordedKV] = []
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        logits = self.runner.forward(batch)
+        kv = self.runner.kv
+        slots = torch.from_numpy(batch.slots).to(kv.device)
+        # Indexing copies: the pool's slots are soon used again.
+        keys, values = (tuple(layer[slots] for layer in each) for each in (kv.keys, kv.values))
+        self._chunks.append(RecordedKV(keys, values, logits.clone()))
+        return logits
+
+    def recorded(self) -> RecordedKV:
+        """Everything that was computed so far."""
+        layers = range(len(self.runner.kv.layouts))
+        return RecordedKV(
+            tuple(torch.cat([chunk.keys[layer] for chunk in self._chunks]) for layer in layers),
+            tuple(torch.cat([chunk.values[layer] for chunk in self._chunks]) for layer in layers),
+            self._chunks[-1].logits,
+        )
+
+
+class KVPlayer:
+    """A runner that copies recorded KV into a batch's slots and returns the recorded logits."""
+
+    def __init__(self, recorded: RecordedKV, kv: KVTensors) -> None:
+        self.recorded = recorded
+        self.kv = kv
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        at = torch.from_numpy(batch.positions).to(self.kv.device)
+        slots = torch.from_numpy(batch.slots).to(self.kv.device)
+        for layer, (keys, values) in enumerate(
+            zip(self.recorded.keys, self.recorded.values, strict=True)
+        ):
+            self.kv.write(layer, slots, keys[at], values[at])
+        return self.recorded.logits[: len(batch.logits_at)].clone()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,21 +105,21 @@ class Session:
         self,
         loaded: LoadedModel,
         model: ModelConfig,
-        arm: Arm | None,
+        variant: Variant | None,
         slots: int,
         provider: str = "spans",
     ) -> None:
-        """Without an arm: the reference, which reuses nothing. `slots`: the pool's, in tokens."""
-        backend = "none" if arm is None else arm.backend
+        """`variant` None: the reference without reuse. `slots`: the pool's size in tokens."""
+        backend = "none" if variant is None else variant.backend
         config = EngineConfig(
             model=model,
             cache=CacheConfig(prefix_cache_backend=backend, max_total_tokens=slots),
         )
-        if arm is not None:
+        if variant is not None:
             # Whoever compares meanings gets the time for it: this is about answers.
-            fuzzy = replace(arm.fuzzy, provider=provider, semantic_budget_ms=_PATIENCE * 1e3)
-            config = replace(config, fuzzy=fuzzy, scheduler=arm.scheduler)
-        components = build_components(config, loaded, arm.mover if arm else TensorMover)
+            fuzzy = replace(variant.fuzzy, provider=provider, semantic_budget_ms=_PATIENCE * 1e3)
+            config = replace(config, fuzzy=fuzzy, scheduler=variant.scheduler)
+        components = build_components(config, loaded, variant.mover if variant else TensorMover)
         assert isinstance(components.runner, ModelRunner)
         self.runner = components.runner
         self.probe = LogitRecorder(self.runner)
@@ -82,16 +141,16 @@ class Session:
         trace = self.probe.trace()
         return Served(answer, trace, self._decode(trace.tokens, skip_special_tokens=True))
 
-    def record(self, prompt: IntArray) -> Tape:
+    def record(self, prompt: IntArray) -> RecordedKV:
         """Compute a prompt, and copy the KV that this took. For sessions that reuse nothing."""
-        recorder = Recorder(self.runner)
+        recorder = KVRecorder(self.runner)
         with self._instead(recorder):
             self._run(prompt, 1)
-        return recorder.tape()
+        return recorder.recorded()
 
-    def lend(self, prompt: IntArray, tape: Tape) -> Answer:
-        """Serve a prompt from its tape: from now on it is a donor."""
-        with self._instead(Player(tape, self.runner.kv)):
+    def lend(self, prompt: IntArray, recorded: RecordedKV) -> Answer:
+        """Serve a prompt from its recording: from now on it is a donor."""
+        with self._instead(KVPlayer(recorded, self.runner.kv)):
             return self._run(prompt, 1, fuzzy=False)
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""From pairs to figures: one row per cell, arm and metric, each with its interval."""
+"""From pairs to figures: one row per scenario, variant and metric, each with its interval."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvweave_bench.report import Row
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What one arm reached in one cell, by one metric."""
+    """What one variant reached in one scenario, by one metric."""
 
     metric: str
     estimate: Estimate
@@ -23,7 +23,7 @@ class Figure:
 
 
 def figures(cases: Sequence[Case], pairs: Sequence[Pair]) -> list[Figure]:
-    """All metrics of one arm in one cell. `cases` are those of the cell, which pairs point into."""
+    """All metrics of one variant in one scenario. Pairs hold indices into `cases`."""
     kl = [pair.kl for pair in pairs]
 
     def mean(metric: str, of: Callable[[Pair], float], unit: str) -> Figure:
@@ -56,8 +56,8 @@ def figures(cases: Sequence[Case], pairs: Sequence[Pair]) -> list[Figure]:
 def rows(compared: Compared) -> list[Row]:
     """What the report's file holds; p5 and p95 are the ends of the 90 % interval of the value."""
     return [
-        _row(f"{compared.cell.name}/{arm.name}", figure)
-        for arm, pairs in compared.pairs.items()
+        _row(f"{compared.scenario.name}/{variant.name}", figure)
+        for variant, pairs in compared.pairs.items()
         for figure in figures(compared.cases, pairs)
     ]
 
@@ -75,12 +75,12 @@ def fact_of(case: Case, answer: str) -> Verdict:
     return verdict(answer, case.gold or "", case.decoy)
 
 
-def _row(arm: str, figure: Figure) -> Row:
+def _row(variant: str, figure: Figure) -> Row:
     estimate = figure.estimate
     speedup = figure.metric == "first_token_speedup"
     return Row(
         metric=figure.metric,
-        arm=arm,
+        arm=variant,
         value=estimate.value,
         unit=figure.unit,
         n=estimate.n,

@@ -18,7 +18,7 @@ _OUTPUT = 8
 # Admits all 16 prompts in one step, which is what makes them compute the same prefix 16 times.
 _BUDGET = 8192
 
-_ARMS = {
+_VARIANTS = {
     "none": ("none", True),
     "hash": ("hash", True),
     "radix": ("radix", True),
@@ -27,19 +27,21 @@ _ARMS = {
 
 
 def measure(setting: Setting) -> list[Row]:
-    """Every arm serves the same groups, each group new to it; arms take turns group by group."""
+    """Every variant serves the same new groups; variants take turns group by group."""
     warm_up = 1
     groups = [
         cold_group(setting.corpus, _SIZE, _LENGTH, _SHARED) for _ in range(setting.n + warm_up)
     ]
-    arms = {name: _Arm(setting, groups, *spec) for name, spec in _ARMS.items()}
-    runs = {name: arm.run for name, arm in arms.items()}
-    with setting.progress("cold groups", len(arms) * len(groups)) as advance:
+    variants = {name: _Variant(setting, groups, *spec) for name, spec in _VARIANTS.items()}
+    runs = {name: variant.run for name, variant in variants.items()}
+    with setting.progress("cold groups", len(variants) * len(groups)) as advance:
         alternate(runs, setting.n, warm_up=warm_up, progress=advance)
-    return [each for name, arm in arms.items() for each in arm.rows(name, arms["none"])]
+    return [
+        each for name, variant in variants.items() for each in variant.rows(name, variants["none"])
+    ]
 
 
-class _Arm:
+class _Variant:
     def __init__(
         self, setting: Setting, groups: list[list[IntArray]], backend: str, wait: bool
     ) -> None:
@@ -75,7 +77,7 @@ class _Arm:
         self.ids.append([each.token_ids for each in answers])
         return total
 
-    def rows(self, name: str, none: _Arm) -> list[Row]:
+    def rows(self, name: str, none: _Variant) -> list[Row]:
         def compared(metric: str, unit: str) -> Row:
             against = Against("none", none.figures[metric])
             return row(metric, name, self.figures[metric], unit, against)

@@ -48,7 +48,7 @@ def _prefill(setting: Setting, reference: Reference, context: int) -> list[Row]:
 
 
 def _decode_and_append(setting: Setting, reference: Reference, context: int) -> list[Row]:
-    """One long context that both arms keep cached: tokens decoded after it, prompts added to it."""
+    """Decodes tokens after, and adds prompts to, one long context that both variants cached."""
     prefix = setting.corpus.take(context)
     added = [setting.corpus.take(_APPENDED) for _ in range(setting.n + _WARM_UP)]
     driver = _driver(setting, "radix", 2 * context)
@@ -75,10 +75,10 @@ def _decode_and_append(setting: Setting, reference: Reference, context: int) -> 
 def _raced(
     setting: Setting, metric: str, ours: Callable[[int], float], theirs: Callable[[int], float]
 ) -> list[Row]:
-    """Milliseconds of both arms in alternation."""
+    """Milliseconds of both variants in alternation."""
     with setting.progress(metric, 2 * (setting.n + _WARM_UP)) as advance:
-        arms = {_OURS: ours, _THEIRS: theirs}
-        taken = alternate(arms, setting.n, warm_up=_WARM_UP, progress=advance)
+        variants = {_OURS: ours, _THEIRS: theirs}
+        taken = alternate(variants, setting.n, warm_up=_WARM_UP, progress=advance)
     our_ms, their_ms = ([1e3 * each for each in taken[name]] for name in (_OURS, _THEIRS))
     return [
         row(metric, _OURS, our_ms, "ms", Against(_THEIRS, their_ms)),
@@ -103,8 +103,8 @@ def _decode_together(setting: Setting) -> list[Row]:
 
     metric = f"decode_batch_{_TOGETHER}"
     with setting.progress(f"{_TOGETHER} answers", 2 * (setting.n + _WARM_UP)) as advance:
-        arms = {"together": together, _ALONE: alone}
-        figures = alternate(arms, setting.n, warm_up=_WARM_UP, progress=advance)
+        variants = {"together": together, _ALONE: alone}
+        figures = alternate(variants, setting.n, warm_up=_WARM_UP, progress=advance)
     against = Against(_ALONE, figures[_ALONE], larger_is_better=True)
     return [
         row(metric, "together", figures["together"], "tokens/s", against),

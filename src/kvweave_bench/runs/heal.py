@@ -38,34 +38,34 @@ class _Round:
 
 
 def measure(setting: Setting) -> list[Row]:
-    """Both arms serve the same rounds at the same pace, and take turns at going first."""
+    """Both variants serve the same rounds at the same pace, and take turns at going first."""
     rounds = [_make_round(setting) for _ in range(setting.n + 1)]  # one more to warm up
-    arms = {name: _Arm(setting, name == "on") for name in ("off", "on")}
-    asyncio.run(_serve(setting, rounds, arms))
-    off, on = arms["off"], arms["on"]
+    variants = {name: _Variant(setting, name == "on") for name in ("off", "on")}
+    asyncio.run(_serve(setting, rounds, variants))
+    off, on = variants["off"], variants["on"]
     rows = [p95_ratio(on.first, off.first, setting.seed)]
-    for name, arm in arms.items():
-        rows += arm.rows(name, off)
+    for name, variant in variants.items():
+        rows += variant.rows(name, off)
     return rows
 
 
-async def _serve(setting: Setting, rounds: Sequence[_Round], arms: dict[str, _Arm]) -> None:
-    names = list(arms)
-    with setting.progress("rounds", len(arms) * len(rounds)) as advance:
+async def _serve(setting: Setting, rounds: Sequence[_Round], variants: dict[str, _Variant]) -> None:
+    names = list(variants)
+    with setting.progress("rounds", len(variants) * len(rounds)) as advance:
         try:
-            for arm in arms.values():
-                await arm.engine.start()
+            for variant in variants.values():
+                await variant.engine.start()
             for index, each in enumerate(rounds):
                 for name in names if index % 2 else reversed(names):
                     with quiet_collector():
-                        await arms[name].run(each, counted=index > 0)
+                        await variants[name].run(each, counted=index > 0)
                     advance()
         finally:
-            for arm in arms.values():
-                await arm.engine.stop()
+            for variant in variants.values():
+                await variant.engine.stop()
 
 
-class _Arm:
+class _Variant:
     """An engine on its own thread, as in a server, and the client that measures it."""
 
     def __init__(self, setting: Setting, heals: bool) -> None:
@@ -108,7 +108,7 @@ class _Arm:
         self.again += [milliseconds for milliseconds, _ in again]
         self.exact += [exact for _, exact in again]
 
-    def rows(self, name: str, off: _Arm) -> list[Row]:
+    def rows(self, name: str, off: _Variant) -> list[Row]:
         before, after = self._before, self._after
         counts = {
             "healed_prompts": after.healed - before.healed,

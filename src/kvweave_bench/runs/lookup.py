@@ -54,11 +54,11 @@ def measure(setting: Setting) -> list[Row]:
         return rng.integers(_VOCABULARY, size=length, dtype=np.int32)
 
     with setting.progress("look-ups", 3 * setting.n) as advance:
-        arms = {"hit_ms": hit, "pieces_ms": pieces, "unrelated_ms": unrelated}
+        variants = {"hit_ms": hit, "pieces_ms": pieces, "unrelated_ms": unrelated}
         expected = {"hit_ms": 1, "pieces_ms": 16, "unrelated_ms": 0}
         figures = {
             name: _timed(store, make, setting.n, expected[name], advance)
-            for name, make in arms.items()
+            for name, make in variants.items()
         }
     tokens = store.prompts.size
     spans = row("bytes_per_token", "spans", [store.nbytes / tokens], "bytes")
@@ -120,9 +120,9 @@ def _timed(
 
 def _eviction(store: _Store, n: int) -> list[Row]:
     """What a page costs when few and when many go at once: the same, if none costs another."""
-    arms = {"few pages": 16, "a whole donor": store.prompts.shape[1] // _PAGE}
+    variants = {"few pages": 16, "a whole donor": store.prompts.shape[1] // _PAGE}
     rows = []
-    for name, pages in arms.items():
+    for name, pages in variants.items():
         taken = []
         with quiet_collector():
             for _ in range(min(n, len(store.prompts) // 3)):

@@ -51,7 +51,7 @@ def _pairs(
     for index, prompt in enumerate(prompts):
         (before,) = cold.serve([prompt.tokens])
         (after,) = warm.serve([prompt.tokens])
-        if index > 0:  # the first is the donor, and the warm-up of both arms
+        if index > 0:  # the first is the donor, and the warm-up of both variants
             found.served.append(float(after.usage.moved_tokens > 0))
             found.document_share.append(
                 float(served_positions(after)[prompt.start : prompt.end].mean())
@@ -64,23 +64,23 @@ def _pairs(
     return found
 
 
-def _rows(arm: str, found: _Findings) -> list[Row]:
+def _rows(variant: str, found: _Findings) -> list[Row]:
     n = len(found.served)
     cold = Against("cold", found.cold_ms)
     return [
         # Counts and identity: a mean and a minimum, since one bad case must not hide in a median.
-        Row(metric="served", arm=arm, value=sum(found.served) / n, unit="share", n=n),
-        row("document_share", arm, found.document_share, "share"),
+        Row(metric="served", arm=variant, value=sum(found.served) / n, unit="share", n=n),
+        row("document_share", variant, found.document_share, "share"),
         Row(
             metric="token_identity",
-            arm=arm,
+            arm=variant,
             value=min(found.token_identity),
             unit="share",
             n=n,
         ),
-        ratio_row("first_token_speedup", arm, found.warm_ms, cold),
-        row("first_token_ms", arm, found.warm_ms, "ms"),
-        row("first_token_ms", f"{arm}, cold", found.cold_ms, "ms"),
+        ratio_row("first_token_speedup", variant, found.warm_ms, cold),
+        row("first_token_ms", variant, found.warm_ms, "ms"),
+        row("first_token_ms", f"{variant}, cold", found.cold_ms, "ms"),
     ]
 
 

@@ -41,10 +41,10 @@ def measure(setting: Setting) -> list[Row]:
     for where, config in _AS_PROMPTS.items():
         in_prompts = served_in_prompts(setting, pairs, gates, config)
         rows += _rows(pairs, in_prompts, where)
-        for arm, tokens in in_prompts.items():
+        for variant, tokens in in_prompts.items():
             if any(tokens):
                 served = [float(count) for count in tokens if count]
-                rows.append(row(f"tokens{where}", arm, served, "tokens"))
+                rows.append(row(f"tokens{where}", variant, served, "tokens"))
     return rows + _timings(pairs, gates)
 
 
@@ -54,12 +54,12 @@ def _as_texts(
     """By gate, for each pair: 1 if both are alike enough and it has nothing against them, or 0."""
     least = FuzzyConfig().semantic_threshold
     passed = {
-        arm: [gate(pair.donor, pair.recipient) is None for pair in pairs]
-        for arm, gate in gates.items()
+        variant: [gate(pair.donor, pair.recipient) is None for pair in pairs]
+        for variant, gate in gates.items()
     }
     served = {
-        arm: [int(fits and alike >= least) for fits, alike in zip(fit, likenesses, strict=True)]
-        for arm, fit in passed.items()
+        variant: [int(fits and alike >= least) for fits, alike in zip(fit, likenesses, strict=True)]
+        for variant, fit in passed.items()
     }
     served["facts, no cosine"] = [int(fits) for fits in passed["facts"]]
     known = [
@@ -108,28 +108,30 @@ def _rows(pairs: Sequence[Pair], served: Mapping[str, Sequence[int]], where: str
                 rows += [
                     Row(
                         metric=metric + where + half,
-                        arm=arm,
+                        arm=variant,
                         value=float(sum(found[at] > 0 for at in of)),
                         unit="pairs",
                         n=len(of),
                     )
-                    for arm, found in served.items()
+                    for variant, found in served.items()
                 ]
     return rows
 
 
 def _timings(pairs: Sequence[Pair], gates: Mapping[str, Verifier]) -> list[Row]:
     """Microseconds that a pair takes; nothing about it is remembered from the round before."""
-    taken: dict[str, list[float]] = {arm: [] for arm in gates if arm != "cosine"}
+    taken: dict[str, list[float]] = {variant: [] for variant in gates if variant != "cosine"}
     with quiet_collector():
         for _ in range(_ROUNDS):
             read.cache_clear()
             for pair in pairs:
-                for arm, figures in taken.items():
+                for variant, figures in taken.items():
                     start = time.perf_counter()
-                    gates[arm](pair.donor, pair.recipient)
+                    gates[variant](pair.donor, pair.recipient)
                     figures.append(1e6 * (time.perf_counter() - start))
-    return [row("microseconds_per_pair", arm, figures, "us") for arm, figures in taken.items()]
+    return [
+        row("microseconds_per_pair", variant, figures, "us") for variant, figures in taken.items()
+    ]
 
 
 BENCH = Bench(

@@ -8,33 +8,33 @@ import numpy as np
 
 from kvweave.fuzzy.recompute import STRATEGIES
 from kvweave_bench.base import Bench
-from kvweave_bench.quality.arms import ABLATIONS, COPY, Arm, parse_arms
-from kvweave_bench.quality.cells import Cell, choose_cells
 from kvweave_bench.quality.chat import Chat
 from kvweave_bench.quality.page import Page, write_page
-from kvweave_bench.quality.pairs import Compared, arms_of, compare
+from kvweave_bench.quality.pairs import Compared, compare, variants_of
+from kvweave_bench.quality.scenarios import Scenario, choose_scenarios
 from kvweave_bench.quality.summary import in_a_line, rows
+from kvweave_bench.quality.variants import ABLATIONS, COPY, Variant, parse_variants
 from kvweave_bench.quality.writer import Writer
 from kvweave_bench.report import Row, check_writable, describe_machine
 from kvweave_bench.setting import Setting
 
-_ARMS = (
-    Arm(COPY),
-    *(Arm(name, 0.15) for name in STRATEGIES),
-    *(Arm("mix", budget) for budget in (0.05, 0.3)),
-    *(Arm(name) for name in ABLATIONS),
+_VARIANTS = (
+    Variant(COPY),
+    *(Variant(name, 0.15) for name in STRATEGIES),
+    *(Variant("mix", budget) for budget in (0.05, 0.3)),
+    *(Variant(name) for name in ABLATIONS),
 )
 
 
 def measure(setting: Setting) -> list[Row]:
-    """All cells, one after another; the page is written when the last is done."""
+    """All scenarios, one after another; the page is written when the last is done."""
     options = setting.options
-    cells = choose_cells(options.cells)
-    arms = list(_ARMS) if options.arms is None else parse_arms(options.arms)
+    scenarios = choose_scenarios(options.cells)
+    variants = list(_VARIANTS) if options.arms is None else parse_variants(options.arms)
     html = None if options.html is None else Path(options.html)
     if html is not None:
         check_writable(html, "--html")
-    found = [_compare(setting, cell, arms) for cell in cells]
+    found = [_compare(setting, scenario, variants) for scenario in scenarios]
     if html is not None:
         machine = describe_machine() | {"texts": setting.text_origins}
         write_page(html, Page(setting.model_name or "", machine, setting.seed, found))
@@ -42,17 +42,19 @@ def measure(setting: Setting) -> list[Row]:
     return [row for each in found for row in rows(each)]
 
 
-def _compare(setting: Setting, cell: Cell, arms: list[Arm]) -> Compared:
-    # Whatever other cells are chosen, a cell's prompts are the same.
-    setting.corpus.rng = np.random.default_rng([setting.seed, *(cell.like or cell.name).encode()])
+def _compare(setting: Setting, scenario: Scenario, variants: list[Variant]) -> Compared:
+    # Whatever other scenarios are chosen, a scenario's prompts are the same.
+    setting.corpus.rng = np.random.default_rng(
+        [setting.seed, *(scenario.like or scenario.name).encode()]
+    )
     chat = Chat(setting.loaded.tokenizer, setting.corpus.tokens)
     writer = Writer(setting.corpus, chat, setting.quick)
-    n = cell.weight * setting.n
-    cases = [cell.build(writer, number) for number in range(n)]
-    with setting.progress(cell.name, n * len(arms_of(cell, arms))) as advance:
-        found = compare(setting.loaded, setting.model_config, cell, cases, arms, advance)
-    for arm, pairs in found.pairs.items():
-        setting.console.print(f"{cell.name}/{arm.name}: {in_a_line(found.cases, pairs)}")
+    n = scenario.weight * setting.n
+    cases = [scenario.build(writer, number) for number in range(n)]
+    with setting.progress(scenario.name, n * len(variants_of(scenario, variants))) as advance:
+        found = compare(setting.loaded, setting.model_config, scenario, cases, variants, advance)
+    for variant, pairs in found.pairs.items():
+        setting.console.print(f"{scenario.name}/{variant.name}: {in_a_line(found.cases, pairs)}")
     return found
 
 

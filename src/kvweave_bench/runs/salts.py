@@ -29,26 +29,26 @@ def measure(setting: Setting) -> list[Row]:
 
     def asked(sender: str | None, _: int) -> float:
         prompt = setting.corpus.take(length)
-        # Who sends nothing of use to B sends something else, so that all arms are as busy before.
+        # Without a sender something else is sent, so all variants do the same work before.
         driver.serve([prompt if sender else setting.corpus.take(length)], salt=sender or "A")
         (answer,) = driver.serve([prompt], salt="B")
         return 1e3 * answer.first_token_seconds
 
     senders = {_NEVER: None, _ANOTHERS: "A", _OWN: "B"}
-    arms = {arm: partial(asked, sender) for arm, sender in senders.items()}
-    with setting.progress("prompts", len(arms) * (setting.n + _WARM_UP)) as advance:
-        figures = alternate(arms, setting.n, warm_up=_WARM_UP, progress=advance)
-    rows = [row("first_token_ms", arm, figures[arm], "ms") for arm in arms]
-    return rows + [_ratio(arm, figures) for arm in (_ANOTHERS, _OWN)]
+    variants = {variant: partial(asked, sender) for variant, sender in senders.items()}
+    with setting.progress("prompts", len(variants) * (setting.n + _WARM_UP)) as advance:
+        figures = alternate(variants, setting.n, warm_up=_WARM_UP, progress=advance)
+    rows = [row("first_token_ms", variant, figures[variant], "ms") for variant in variants]
+    return rows + [_ratio(variant, figures) for variant in (_ANOTHERS, _OWN)]
 
 
-def _ratio(arm: str, figures: dict[str, list[float]]) -> Row:
+def _ratio(variant: str, figures: dict[str, list[float]]) -> Row:
     """The median of the rounds' ratios; p5 and p95 are the ends of its 90 % interval."""
-    ratios = paired_ratios(figures[arm], Against(_NEVER, figures[_NEVER]))
+    ratios = paired_ratios(figures[variant], Against(_NEVER, figures[_NEVER]))
     of = bootstrap(ratios, "median")
     return Row(
         metric="first_token_ratio",
-        arm=arm,
+        arm=variant,
         value=of.value,
         unit="x",
         n=of.n,

@@ -17,10 +17,10 @@ from kvweave_bench.report import Row
 from kvweave_bench.runs.heal import p95_ratio
 from kvweave_bench.setting import Setting
 
-_ARMS = {"off": "spans", "on": "semantic"}
+_VARIANTS = {"off": "spans", "on": "semantic"}
 _LENGTH, _QUICK_LENGTH = 256, 64
 _PER_ROUND = 4
-"""Few, so that the arms serve the same prompt within seconds of each other."""
+"""Few, so that the variants serve the same prompt within seconds of each other."""
 _SHORT_PAUSE, _LONG_PAUSE = 0.5, (1.0, 1.4)
 """Seconds between two prompts: at most the first, when nothing is embedded; or within the others,
 when the engine has just come to count as idle, and the donors before are being embedded."""
@@ -29,22 +29,24 @@ _PATIENCE = 120.0
 
 
 def measure(setting: Setting) -> list[Row]:
-    """Both arms serve the same unrelated prompts at the same pace, round by round, in turn.
+    """Both variants serve the same unrelated prompts at the same pace, round by round, in turn.
 
     Every other prompt comes while the ones before it are embedded, if they are.
     """
     length = _QUICK_LENGTH if setting.quick else _LENGTH
-    arms = {name: _Arm(setting, provider) for name, provider in _ARMS.items()}
+    variants = {name: _Variant(setting, provider) for name, provider in _VARIANTS.items()}
     corpus = setting.corpus
-    with setting.progress("rounds", len(arms) * (setting.n + 1)) as advance:
+    with setting.progress("rounds", len(variants) * (setting.n + 1)) as advance:
         for number in range(setting.n + 1):  # the first warms up
             prompts = [corpus.take(length) for _ in range(_PER_ROUND)]
             pauses = [_pause(corpus.rng, place) for place in range(_PER_ROUND)]
-            names = list(arms) if number % 2 else list(arms)[::-1]
+            names = list(variants) if number % 2 else list(variants)[::-1]
             for name in names:
-                arms[name].run(prompts, [0.0] * _PER_ROUND if setting.quick else pauses, number > 0)
+                variants[name].run(
+                    prompts, [0.0] * _PER_ROUND if setting.quick else pauses, number > 0
+                )
                 advance()
-    off, on = arms["off"], arms["on"]
+    off, on = variants["off"], variants["on"]
     against = Against("off", off.first)
     return [
         p95_ratio(on.first, off.first, setting.seed, together=_PER_ROUND),
@@ -59,7 +61,7 @@ def _pause(rng: np.random.Generator, place: int) -> float:
     return float(rng.uniform(shortest, longest))
 
 
-class _Arm:
+class _Variant:
     def __init__(self, setting: Setting, provider: str) -> None:
         cache = CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=_POOL_TOKENS)
         fuzzy = FuzzyConfig(provider=provider)

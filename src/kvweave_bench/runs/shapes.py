@@ -41,13 +41,15 @@ def measure(setting: Setting) -> list[Row]:
     return rows
 
 
-def _rows(arm: str, served: list[float], oracle: list[float], identity: list[float]) -> list[Row]:
+def _rows(
+    variant: str, served: list[float], oracle: list[float], identity: list[float]
+) -> list[Row]:
     return [
-        row("served_share", arm, served, "share"),
-        row("oracle_share", arm, oracle, "share"),
+        row("served_share", variant, served, "share"),
+        row("oracle_share", variant, oracle, "share"),
         Row(
             metric="token_identity",
-            arm=arm,
+            arm=variant,
             value=min(identity),  # one wrong case must not hide in a median
             unit="share",
             n=len(identity),

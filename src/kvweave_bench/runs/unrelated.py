@@ -11,7 +11,7 @@ from kvweave_bench.report import Row
 from kvweave_bench.setting import Setting
 from kvweave_bench.workloads.prompts import short_prompts
 
-_ARMS = ("radix", "fuzzy_match")
+_VARIANTS = ("radix", "fuzzy_match")
 _PER_ROUND = 16
 _OUTPUT = 4
 # Far below what all prompts need: caches fill up and evict, as they do in a server.
@@ -19,15 +19,15 @@ _POOL_TOKENS = 32_768
 
 
 def measure(setting: Setting) -> list[Row]:
-    """Both arms serve the same prompts in many small rounds and take turns at going first."""
+    """Both variants serve the same prompts in many small rounds and take turns at going first."""
     warm_up = 2
     rounds = [short_prompts(setting.corpus, _PER_ROUND) for _ in range(setting.n + warm_up)]
-    arms = {name: _Arm(setting, name, rounds) for name in _ARMS}
-    with setting.progress("rounds", len(arms) * len(rounds)) as advance:
-        runs = {name: arm.run for name, arm in arms.items()}
+    variants = {name: _Variant(setting, name, rounds) for name in _VARIANTS}
+    with setting.progress("rounds", len(variants) * len(rounds)) as advance:
+        runs = {name: variant.run for name, variant in variants.items()}
         figures = alternate(runs, setting.n, warm_up=warm_up, progress=advance)
-    radix, fuzzy = (figures[name] for name in _ARMS)
-    served = arms["fuzzy_match"].served / (_PER_ROUND * len(rounds))
+    radix, fuzzy = (figures[name] for name in _VARIANTS)
+    served = variants["fuzzy_match"].served / (_PER_ROUND * len(rounds))
     against = Against("radix", radix, larger_is_better=True)
     return [
         ratio_row("throughput_ratio", "fuzzy_match", fuzzy, against),
@@ -43,7 +43,7 @@ def measure(setting: Setting) -> list[Row]:
     ]
 
 
-class _Arm:
+class _Variant:
     def __init__(self, setting: Setting, backend: str, rounds: list[list[IntArray]]) -> None:
         cache = CacheConfig(prefix_cache_backend=backend, max_total_tokens=_POOL_TOKENS)
         self.driver = Driver(setting.loaded, EngineConfig(model=setting.model_config, cache=cache))

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from kvweave_bench.report import Report, Row, check_writable
 from kvweave_bench.soak import model, oracle
-from kvweave_bench.soak.arms import ARMS, RowOutput, Setting, run
 from kvweave_bench.soak.report import problems_table, rows_of
+from kvweave_bench.soak.variants import VARIANTS, Setting, SoakResult, run
 
 MOST_GROWTH = 0.01
 """Of memory in the second half. The server keeps what it frees, so that it rises in rare steps."""
@@ -42,14 +42,14 @@ def main() -> int:
     model.save(setting.model, given.seed)
     for each in (signal.SIGINT, signal.SIGTERM):  # shells let what runs behind them ignore one
         signal.signal(each, signal.default_int_handler)
-    outcomes: list[RowOutput] = []
+    outcomes: list[SoakResult] = []
     interrupted = False
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, oracle.load, (setting.model,)) as judges:
         try:
-            for arm in given.arms:
-                outcomes.append(RowOutput(arm))
-                run(arm, setting, judges, outcomes[-1])
+            for variant in given.arms:
+                outcomes.append(SoakResult(variant))
+                run(variant, setting, judges, outcomes[-1])
         except KeyboardInterrupt:
             interrupted = True
     rows: list[Row] = [row for outcome in outcomes for row in rows_of(outcome)]
@@ -66,8 +66,10 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kvweave_bench.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0, help="for each arm")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["fuzzy_match", "radix"])
+    parser.add_argument("--minutes", type=float, default=30.0, help="for each of --arms")
+    parser.add_argument(
+        "--arms", nargs="+", choices=list(VARIANTS), default=["fuzzy_match", "radix"]
+    )
     parser.add_argument("--workers", type=int, default=24, help="clients at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

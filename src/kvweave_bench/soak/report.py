@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvweave_bench.report import Row
-from kvweave_bench.soak.arms import RowOutput
+from kvweave_bench.soak.variants import SoakResult
 
 _SHOWN = 40
 _COUNTS = {
@@ -37,12 +37,12 @@ _ENGINE = (
 )
 
 
-def rows_of(outcome: RowOutput) -> list[Row]:
-    """What one arm did, how long it took, and how its memory went."""
+def rows_of(outcome: SoakResult) -> list[Row]:
+    """What one variant did, how long it took, and how its memory went."""
     n = outcome.counts["requests"]
 
     def row(metric: str, value: float, unit: str, **spread: float) -> Row:
-        return Row(metric=metric, arm=outcome.arm, value=value, unit=unit, n=n, **spread)  # type: ignore[arg-type]
+        return Row(metric=metric, arm=outcome.variant, value=value, unit=unit, n=n, **spread)  # type: ignore[arg-type]
 
     rows = [row("minutes", outcome.seconds / 60, "min")]
     rows += [row(name, outcome.counts[count], "") for count, name in _COUNTS.items()]
@@ -62,12 +62,12 @@ def rows_of(outcome: RowOutput) -> list[Row]:
     return rows
 
 
-def problems_table(outcomes: Sequence[RowOutput]) -> Table:
+def problems_table(outcomes: Sequence[SoakResult]) -> Table:
     """The first of them."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("arm")
     table.add_column("what was wrong", overflow="fold")
     for outcome in outcomes:
         for problem in outcome.problems[:_SHOWN]:
-            table.add_row(outcome.arm, problem)
+            table.add_row(outcome.variant, problem)
     return table

@@ -14,15 +14,15 @@ from kvweave.errors import KvweaveError
 from kvweave.fuzzy.facts import differing
 from kvweave.kv.pool import IntArray
 from kvweave_bench.quality import reworded
-from kvweave_bench.quality.cells import CELLS, choose_cells
 from kvweave_bench.quality.chat import Chat
 from kvweave_bench.quality.decoys import FACTS
+from kvweave_bench.quality.scenarios import SCENARIOS, choose_scenarios
 from kvweave_bench.quality.writer import Case, Writer
 from kvweave_bench.workloads.corpus import Corpus
 from kvweave_bench.workloads.oracle import shared_positions, shared_share
 from support.quality_texts import keep_texts
 
-BUILDERS = {cell.name: cell.build for cell in CELLS if not cell.like}
+BUILDERS = {scenario.name: scenario.build for scenario in SCENARIOS if not scenario.like}
 
 
 class Words:
@@ -222,8 +222,8 @@ def test_what_is_said_in_other_words_says_the_same() -> None:
         assert differing(one, other) is None
 
 
-def test_cells_are_chosen_by_name() -> None:
-    assert [cell.name for cell in choose_cells("repeat, moved")] == ["repeat", "moved"]
-    assert choose_cells(None) == list(CELLS)
+def test_scenarios_are_chosen_by_name() -> None:
+    assert [scenario.name for scenario in choose_scenarios("repeat, moved")] == ["repeat", "moved"]
+    assert choose_scenarios(None) == list(SCENARIOS)
     with pytest.raises(KvweaveError, match=r"cells are moved, .* not 'other'"):
-        choose_cells("moved,other")
+        choose_scenarios("moved,other")

@@ -19,7 +19,7 @@ _RERUN_CHUNK = 192
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class Variant:
     """A strategy of refreshing moved text, and its budget: a share of the reused tokens.
 
     `copy` refreshes nothing. Two strategies are ablations, which a server does not offer:
@@ -57,33 +57,33 @@ class Arm:
         return SchedulerConfig()
 
     def mover(self, kv: KVTensors) -> KVMover:
-        """What moves KV in this arm's engine."""
+        """What moves KV in this variant's engine."""
         mover = TensorMover(kv)
         if self.strategy == ZERO_MASK:
             return _Changed(mover, zeroed=outer_layers(len(kv.layouts)))
         return _Changed(mover, delta=0) if self.strategy == UNROTATED else mover
 
 
-def parse_arms(text: str) -> list[Arm]:
+def parse_variants(text: str) -> list[Variant]:
     """Arms out of `strategy/budget,strategy/budget`; KvweaveError for what is none."""
     return [_parse(part.strip()) for part in text.split(",")]
 
 
-def _parse(text: str) -> Arm:
+def _parse(text: str) -> Variant:
     strategy, slash, budget = text.partition("/")
     try:
-        arm = Arm(strategy, float(budget) if slash else 0.0)
+        variant = Variant(strategy, float(budget) if slash else 0.0)
     except ValueError as error:
-        raise KvweaveError(f"an arm is a strategy/budget as in copy/0, not {text!r}") from error
-    if not 0 <= arm.budget <= 1 or (arm.budget and strategy in _WITHOUT_BUDGET):
+        raise KvweaveError(f"--arms takes strategy/budget, as in copy/0, not {text!r}") from error
+    if not 0 <= variant.budget <= 1 or (variant.budget and strategy in _WITHOUT_BUDGET):
         most = "0" if strategy in _WITHOUT_BUDGET else "a share from 0 to 1"
         raise KvweaveError(f"the budget of {strategy} is {most}, not {budget}")
     if strategy not in _WITHOUT_BUDGET:
         # Tell now what an engine would tell much later.
-        found = arm.fuzzy.problems()
+        found = variant.fuzzy.problems()
         if found:
             raise KvweaveError(f"{text}: {found[0]}")
-    return arm
+    return variant
 
 
 def outer_layers(layers: int) -> frozenset[int]:

@@ -17,13 +17,13 @@ _DOCUMENT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Scenario:
     """One kind of prompt. `build` writes the case of a given number.
 
     `weight`: cases per --n. `answer`: most tokens of an answer. `lives`: caches are not emptied
     between cases, and earlier cases are the donors. `all_arms` is False where nothing is moved that
     a refresh could improve; `rerun` where nothing is reused at all. `provider` nominates donors.
-    `like` names the cell whose prompts these are. `against`: who nominates for the answers that
+    `like` names the scenario whose prompts these are. `against`: who nominates for the answers that
     everything is compared with; nobody does, and they are cold, unless it is said.
     """
 
@@ -33,7 +33,7 @@ class Cell:
     weight: int = 1
     answer: int = 24
     lives: bool = False
-    all_arms: bool = True
+    all_variants: bool = True
     rerun: bool = False
     provider: str = "spans"
     like: str = ""
@@ -125,9 +125,9 @@ def alone(writer: Writer, _: int) -> Case:
 
 def _in_other_words(
     name: str, summary: str, build: Callable[[Writer, int], Case]
-) -> tuple[Cell, Cell, Cell]:
+) -> tuple[Scenario, Scenario, Scenario]:
     """What all of the reuse costs, what it costs without the other words, and what these cost."""
-    whole = Cell(name=name, summary=summary, build=build, provider="semantic")
+    whole = Scenario(name=name, summary=summary, build=build, provider="semantic")
     without = replace(
         whole,
         name=f"{name}-moved",
@@ -145,11 +145,11 @@ def _in_other_words(
     return whole, without, alone
 
 
-def choose_cells(names: str | None) -> list[Cell]:
+def choose_scenarios(names: str | None) -> list[Scenario]:
     """Cells out of `name,name`, all of them without names; KvweaveError for what is none."""
     if names is None:
-        return list(CELLS)
-    known = {cell.name: cell for cell in CELLS}
+        return list(SCENARIOS)
+    known = {scenario.name: scenario for scenario in SCENARIOS}
     wanted = [name.strip() for name in names.split(",")]
     for name in wanted:
         if name not in known:
@@ -157,55 +157,55 @@ def choose_cells(names: str | None) -> list[Cell]:
     return [known[name] for name in wanted]
 
 
-CELLS = (
-    Cell(
+SCENARIOS = (
+    Scenario(
         name="moved",
         summary="one document of 1,024 tokens behind another wrapper",
         build=moved(_DOCUMENT),
     ),
-    Cell(
+    Scenario(
         name="moved-4k",
         summary="one document of 4,096 tokens behind another wrapper",
         build=moved(4 * _DOCUMENT),
     ),
-    Cell(
+    Scenario(
         name="moved-fact",
         summary="1,024 tokens of mixed sentences behind another wrapper, a fact in them asked for",
         build=moved_fact,
     ),
-    Cell(
+    Scenario(
         name="reordered",
         summary="four documents of 256 tokens in another order",
         build=reordered(4),
     ),
-    Cell(
+    Scenario(
         name="reordered-8",
         summary="eight documents of 256 tokens in another order",
         build=reordered(8),
     ),
-    Cell(
+    Scenario(
         name="reordered-fact",
         summary="four passages of 256 tokens of mixed sentences in another order, a fact asked for",
         build=reordered_fact(4),
     ),
-    Cell(
+    Scenario(
         name="reordered-fact-8",
         summary="eight such passages in another order",
         build=reordered_fact(8),
     ),
-    Cell(
+    Scenario(
         name="multi-donor",
         summary="six passages of 256 tokens out of three earlier prompts",
         build=several_donors,
     ),
-    Cell(
+    Scenario(
         name="near-duplicate",
         summary="a document that differs from the donor's in one fact, which is asked for",
         build=decoys.near_duplicate,
         weight=5,
         answer=16,
     ),
-    Cell(
+    Scenario(
         name="multi-turn",
         summary="a conversation goes on behind a longer system message",
         build=shifted_header,
@@ -220,26 +220,26 @@ CELLS = (
         "a document in which four sentences do; a fact that one of them states is asked for",
         reworded.reworded_facts,
     ),
-    Cell(
+    Scenario(
         name="repeat",
         summary="the very same prompt again",
         build=repeated,
-        all_arms=False,
+        all_variants=False,
     ),
-    Cell(
+    Scenario(
         name="rerun",
         summary="a prompt computed twice from its first token on, in chunks of another size: noise",
         build=alone,
         rerun=True,
     ),
-    Cell(
+    Scenario(
         name="unrelated",
         summary="arithmetic with nothing in common but the examples at the prompts' beginning",
         build=control.arithmetic,
         weight=9,
         answer=32,
         lives=True,
-        all_arms=False,
+        all_variants=False,
     ),
 )
 _ABOUT_A_DOCUMENT = (

@@ -25,7 +25,7 @@ from kvweave_bench.soak.verdicts import NO_NUMBERS
 from kvweave_bench.soak.watch import Sample, Trend, leaks, look, trend
 from kvweave_bench.soak.workload import Workload
 
-ARMS: dict[str, tuple[str, ...]] = {
+VARIANTS: dict[str, tuple[str, ...]] = {
     "hash": ("--prefix-cache-backend", "hash"),
     "radix": ("--prefix-cache-backend", "radix", "--schedule-policy", "lpm"),
     "fuzzy_match": ("--prefix-cache-backend", "fuzzy_match", "--fuzzy-heal"),
@@ -49,10 +49,10 @@ MOST_FILES, MOST_THREADS = 24, 32
 
 
 @dataclass(slots=True)
-class RowOutput:
-    """What an arm ended with; `problems` empty is what a soak is for."""
+class SoakResult:
+    """What a variant ended with; `problems` empty is what a soak is for."""
 
-    arm: str
+    variant: str
     counts: Counter[str] = field(default_factory=Counter)
     engine: dict[str, Any] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
@@ -75,12 +75,12 @@ class Setting:
     every: float
 
 
-def run(arm: str, setting: Setting, judges: Executor, outcome: RowOutput) -> None:
+def run(variant: str, setting: Setting, judges: Executor, outcome: SoakResult) -> None:
     """Fills in `outcome`, also when it is interrupted."""
-    audit, log = setting.folder / f"{arm}.audit.jsonl", setting.folder / f"{arm}.log"
+    audit, log = setting.folder / f"{variant}.audit.jsonl", setting.folder / f"{variant}.log"
     audit.write_text("")
     try:
-        with serving(arm, setting, audit, log) as (server, url):
+        with serving(variant, setting, audit, log) as (server, url):
             asyncio.run(_under_load(outcome, setting, judges, server, Client(url)))
             server.send_signal(signal.SIGTERM)
             try:
@@ -91,20 +91,20 @@ def run(arm: str, setting: Setting, judges: Executor, outcome: RowOutput) -> Non
                 outcome.problems.append("the server did not leave when it was told to")
     finally:
         samples = "".join(json.dumps(asdict(each)) + "\n" for each in outcome.samples)
-        (setting.folder / f"{arm}.samples.jsonl").write_text(samples)
+        (setting.folder / f"{variant}.samples.jsonl").write_text(samples)
         _read_audit(audit, outcome)
         _read_log(log, outcome)
 
 
 @contextmanager
 def serving(
-    arm: str, setting: Setting, audit: Path, log: Path
+    variant: str, setting: Setting, audit: Path, log: Path
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its address."""
     command = [sys.executable, "-m", launcher.__name__, "--model", str(setting.model)]
     with log.open("w") as lines:
         server = subprocess.Popen(
-            [*command, *_FLAGS, *ARMS[arm]],
+            [*command, *_FLAGS, *VARIANTS[variant]],
             stdout=subprocess.PIPE,
             stderr=lines,
             text=True,
@@ -125,7 +125,7 @@ def serving(
 
 
 async def _under_load(
-    outcome: RowOutput,
+    outcome: SoakResult,
     setting: Setting,
     judges: Executor,
     server: subprocess.Popen[str],
@@ -148,7 +148,7 @@ async def _under_load(
 
 
 async def _watch(
-    outcome: RowOutput, setting: Setting, pid: int, client: Client, began: float
+    outcome: SoakResult, setting: Setting, pid: int, client: Client, began: float
 ) -> None:
     while True:
         await asyncio.sleep(setting.every)
@@ -156,7 +156,7 @@ async def _watch(
         outcome.samples.append(look(pid, time.monotonic() - began, reply.body["engine"]))
 
 
-async def _drained(outcome: RowOutput, setting: Setting, pid: int, client: Client) -> None:
+async def _drained(outcome: SoakResult, setting: Setting, pid: int, client: Client) -> None:
     """Nothing may be left of what has been asked."""
     outcome.engine = await idle(client)
     outcome.problems += leaks(outcome.engine, flushed=False)
@@ -182,7 +182,7 @@ async def _drained(outcome: RowOutput, setting: Setting, pid: int, client: Clien
         )
 
 
-def _read_audit(audit: Path, outcome: RowOutput) -> None:
+def _read_audit(audit: Path, outcome: SoakResult) -> None:
     """What was seen from within; doubts about who became approximate on the way are settled."""
     approximate = set()
     for line in audit.read_text().splitlines():
@@ -204,7 +204,7 @@ def _read_audit(audit: Path, outcome: RowOutput) -> None:
     outcome.problems[:] = settled
 
 
-def _read_log(log: Path, outcome: RowOutput) -> None:
+def _read_log(log: Path, outcome: SoakResult) -> None:
     """Every error in the log is one that was injected."""
     for line in log.read_text().splitlines():
         try:
