@@ -6,16 +6,11 @@ from typing import Annotated
 import pytest
 import typer
 
-from kvweave.cli.flags import PASS_UNKNOWN, takes_settings
+from kvweave.cli.flags import takes_settings
 from kvweave.config import CacheConfig, EngineConfig, ServerConfig
 from kvweave.config.base import flag_name, groups_of
 from kvweave.errors import ConfigError
-
-
-def run(command, *arguments):
-    cli = typer.Typer(rich_markup_mode=None, add_completion=False)
-    cli.command(context_settings=PASS_UNKNOWN)(command)
-    return cli(args=list(arguments), standalone_mode=False)
+from support.clikit import run
 
 
 def test_defaults_without_flags_are_those_of_the_dataclasses(command, seen):

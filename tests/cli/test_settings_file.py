@@ -4,11 +4,11 @@ import json
 from dataclasses import fields
 
 import pytest
-from test_flags import run
 
 from kvweave.config import EngineConfig, ServerConfig
 from kvweave.config.base import values_of
 from kvweave.errors import ConfigError
+from support.clikit import run
 
 
 @pytest.fixture

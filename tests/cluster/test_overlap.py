@@ -6,15 +6,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from test_engine_fuzz import random_request
-from test_engine_fuzzy import DOCUMENT, fuzzy_world, wrapped
 
 from kvweave.cluster.overlap import Keying, Overlap, PromptKeys, ReplicaView
 from kvweave.fuzzy.matcher import block_hashes
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvweave.prefix.hash_index import namespace_seed
 from kvweave.prefix.lease import Namespace, RequestView
-from support.enginekit import make_world, prompt, request
+from support.enginekit import make_world, prompt, random_request, request
+from support.movedkit import DOCUMENT, fuzzy_world, wrapped
 
 
 class Sink:

@@ -6,41 +6,27 @@ import asyncio
 import gc
 import threading
 import time
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 
 import pytest
-from test_cases_lifecycle import explode
 
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.types import Completion
 from kvweave.errors import EngineDeadError, OverloadedError, RequestError
-from support.enginekit import VOCABULARY, World, collect, make_world, oracle_answer, prompt, request
+from support.enginekit import (
+    VOCABULARY,
+    World,
+    answer_of,
+    collect,
+    explode,
+    make_world,
+    oracle_answer,
+    prompt,
+    request,
+    serving,
+    until,
+)
 from support.faultkit import Sink
-
-
-@asynccontextmanager
-async def serving(world: World):
-    engine = AsyncEngine(world.engine)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-async def answer_of(stream) -> Completion:
-    answer = Completion()
-    async for delta in stream:
-        collect(answer, delta)
-    return answer
-
-
-async def until(condition) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("this never came true")
 
 
 def hold(world: World) -> threading.Event:

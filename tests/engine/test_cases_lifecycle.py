@@ -6,11 +6,7 @@ import pytest
 
 from kvweave.engine.engine import MAX_FAILURES
 from kvweave.errors import EngineDeadError, OverloadedError, RequestError
-from support.enginekit import EXACT_BACKENDS, make_world, oracle_answer, prompt, request
-
-
-def explode(*_args, **_kwargs):
-    raise RuntimeError("injected")
+from support.enginekit import EXACT_BACKENDS, explode, make_world, oracle_answer, prompt, request
 
 
 @pytest.mark.parametrize("backend", EXACT_BACKENDS)

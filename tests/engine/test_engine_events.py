@@ -6,14 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
-from test_engine_fuzz import random_request
-from test_engine_fuzzy import DOCUMENT, fuzzy_world, wrapped
-from test_heal import healing_world, served_approximately
 
 from kvweave.errors import RequestError
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvweave.prefix.tree import upwards
-from support.enginekit import SHARING_BACKENDS, World, make_world, prompt, request
+from support.enginekit import SHARING_BACKENDS, World, make_world, prompt, random_request, request
+from support.movedkit import DOCUMENT, fuzzy_world, healing_world, served_approximately, wrapped
 
 Prefix = tuple[str | None, tuple[int, ...]]
 """A page by all that its KV depends on: the salt, and every token up to its end."""

@@ -7,31 +7,21 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from test_engine_fuzz import Faults, assert_answers
 
-from kvweave.config import FuzzyConfig
 from kvweave.errors import RequestError
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.pool import PagePool
 from kvweave.prefix.contract import CacheOptions
-from support.enginekit import World, make_world, oracle_answer, prompt, request
-
-SMALL = FuzzyConfig(
-    stride=4,
-    min_span=8,
-    min_suffix=2,
-    sink_tokens=2,
-    min_reuse_ratio=0.0,
-    time_budget_ms=10_000.0,
+from support.enginekit import (
+    Faults,
+    World,
+    assert_answers,
+    make_world,
+    oracle_answer,
+    prompt,
+    request,
 )
-DOCUMENT = prompt(120, 1)
-
-
-def fuzzy_world(page_size: int = 4, **options) -> World:
-    def make_cache(pool: PagePool, given: CacheOptions, mover) -> FuzzyCache:
-        return FuzzyCache(pool, replace(given, fuzzy=SMALL), mover)
-
-    return make_world(make_cache=make_cache, page_size=page_size, **options)
+from support.movedkit import DOCUMENT, SMALL, fuzzy_world, overlapping_request, wrapped
 
 
 def fuzzy_world_recomputing(share: float, strategy: str = "mix", **options) -> World:
@@ -41,14 +31,6 @@ def fuzzy_world_recomputing(share: float, strategy: str = "mix", **options) -> W
         return FuzzyCache(pool, replace(given, fuzzy=config), mover)
 
     return make_world(make_cache=make_cache, page_size=4, **options)
-
-
-def wrapped(seed: int, *documents: list[int]) -> list[int]:
-    """Documents behind, between and before other text."""
-    tokens = prompt(5 + seed % 7, 1000 + seed)
-    for at, document in enumerate(documents):
-        tokens += document + prompt(3 + (seed + at) % 5, 2000 + 10 * seed + at)
-    return tokens
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -219,31 +201,6 @@ def test_answers_of_an_exact_request_stay_exact_after_eviction_and_preemption(pr
     assert plans == [("donor", False), ("r", False)]
     for index in range(2):
         assert world.ids("r", index) == oracle_answer(tokens, 20)
-
-
-FAMILIES = [prompt(90, seed) for seed in range(4)]
-
-
-def overlapping_request(rng: np.random.Generator, rid: str):
-    tokens = prompt(int(rng.integers(1, 12)), int(rng.integers(20)))
-    for _ in range(int(rng.integers(0, 4))):
-        family, start = FAMILIES[rng.integers(len(FAMILIES))], int(rng.integers(80))
-        tokens += family[start : start + int(rng.integers(1, 90))]
-        tokens += prompt(int(rng.integers(0, 4)), int(rng.integers(1000)))
-    sampling = {}
-    if rng.random() < 0.15:
-        sampling["prompt_logprobs"] = 1
-    if rng.random() < 0.2:
-        sampling["n"] = int(rng.integers(2, 4))
-    return request(
-        rid,
-        tokens,
-        int(rng.choice([1, 3, 20, 60])),
-        priority=int(rng.choice([0, 0, 0, 1, -1])),
-        salt=str(rng.choice(["", "a"])) if rng.random() < 0.2 else None,
-        fuzzy=rng.random() < 0.9,
-        **sampling,
-    )
 
 
 @pytest.mark.parametrize("seed", range(8))

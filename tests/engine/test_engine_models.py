@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.errors import ConfigError, RequestError
 from kvweave.models import LoadedModel, hooks
 from support.enginekit import EXACT_BACKENDS, SHARING_BACKENDS
-
-CLEAR = 1e-3
-"""Logits closer than this may change places by rounding; what follows is not compared."""
+from support.tinymodels import Reference, assert_equal, reference
 
 SYSTEM = (
     "You are a careful assistant. Answer in one short sentence, in plain words, and say so if you "
@@ -49,36 +46,6 @@ TASKS = [
 ]
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What transformers itself says, as far as its choices are clear."""
-
-    prompt: tuple[int, ...]
-    tokens: list[int]
-    clear: int
-
-
-def reference(loaded: LoadedModel, prompt: Sequence[int], count: int) -> Reference:
-    with hooks.implementation(loaded.model, "eager"), torch.inference_mode():
-        output = loaded.model.generate(
-            torch.tensor([list(prompt)]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-        )
-    clear = 0
-    for logits in output.logits:
-        best, second = logits[0].topk(2).values.tolist()
-        if best - second < CLEAR:
-            break
-        clear += 1
-    return Reference(tuple(prompt), output.sequences[0, len(prompt) :].tolist(), clear)
-
-
 def make_engine(loaded: LoadedModel, backend: str, page_size: int, tokens: int, **more) -> Engine:
     cache = CacheConfig(prefix_cache_backend=backend, page_size=page_size, max_total_tokens=tokens)
     return Engine(EngineConfig(cache=cache, scheduler=SchedulerConfig(**more)), loaded)
@@ -96,12 +63,6 @@ def answers(engine: Engine, references: Sequence[Reference], count: int) -> list
             found[delta.rid] += delta.token_ids
         engine.check()
     return list(found.values())
-
-
-def assert_equal(found: list[list[int]], references: Sequence[Reference]) -> None:
-    for tokens, expected in zip(found, references, strict=True):
-        assert tokens[: expected.clear] == expected.tokens[: expected.clear]
-        assert len(tokens) == len(expected.tokens)
 
 
 @pytest.fixture(scope="module")

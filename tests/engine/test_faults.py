@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
-from test_engine_fuzzy import DOCUMENT, SMALL, wrapped
 
 import kvweave.engine.execution.executor
 import kvweave.fuzzy.backend
@@ -36,6 +35,7 @@ from support.faultkit import (
     while_growing,
     while_leasing,
 )
+from support.movedkit import DOCUMENT, SMALL, wrapped
 
 
 class Phase(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_engine_models import assert_equal, reference
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, SchedulerConfig
 from kvweave.engine.engine import Engine
@@ -15,7 +14,7 @@ from kvweave.engine.execution.selective_recompute import (
 )
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from support.faultkit import WORDS, Trap, by_rows
-from support.tinymodels import VOCABULARY
+from support.tinymodels import VOCABULARY, assert_equal, reference
 
 RNG = np.random.default_rng(11)
 DOCUMENT = RNG.integers(0, VOCABULARY - 5, 90).tolist()

@@ -8,8 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from test_engine_fuzz import Faults, assert_answers
-from test_engine_fuzzy import DOCUMENT, SMALL, overlapping_request, wrapped
 
 from kvweave.config import CacheConfig, EngineConfig
 from kvweave.engine import heal
@@ -17,14 +15,24 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.types import Completion
 from kvweave.errors import RequestError
 from kvweave.models import LoadedModel
-from support.enginekit import World, make_world, oracle_answer, prompt, request
-
-HEALING = replace(SMALL, heal=True)
-
-
-def healing_world(page_size: int = 4, *, most: int = 256, **options) -> World:
-    fuzzy = replace(HEALING, heal_queue=most)
-    return make_world("fuzzy_match", page_size=page_size, fuzzy=fuzzy, **options)
+from support.enginekit import (
+    Faults,
+    World,
+    assert_answers,
+    make_world,
+    oracle_answer,
+    prompt,
+    request,
+)
+from support.movedkit import (
+    DOCUMENT,
+    HEALING,
+    SMALL,
+    healing_world,
+    overlapping_request,
+    served_approximately,
+    wrapped,
+)
 
 
 def idle(world: World) -> int:
@@ -36,15 +44,6 @@ def idle(world: World) -> int:
             assert world.engine.snapshot().heals_waiting == 0
             return steps
     raise AssertionError("healing does not come to an end")
-
-
-def served_approximately(world: World, seed: int = 2, rid: str = "moved", **more) -> list[int]:
-    """Answer a prompt from moved KV; returns the prompt."""
-    world.run(request(f"donor of {rid}", wrapped(1, DOCUMENT), **more))
-    tokens = wrapped(seed, DOCUMENT)
-    world.run(request(rid, tokens, 6, **more))
-    assert world.answers[rid, 0].usage.moved_tokens > 90
-    return tokens
 
 
 @pytest.fixture

@@ -6,13 +6,11 @@ import asyncio
 import threading
 
 import pytest
-from test_async_engine import answer_of, serving, until
-from test_engine_fuzzy import DOCUMENT, wrapped
-from test_heal import healing_world
 
 from kvweave.engine import heal
 from kvweave.engine.async_engine import AsyncEngine
-from support.enginekit import World, oracle_answer, prompt, request
+from support.enginekit import World, answer_of, oracle_answer, prompt, request, serving, until
+from support.movedkit import DOCUMENT, healing_world, wrapped
 
 
 @pytest.fixture(autouse=True)

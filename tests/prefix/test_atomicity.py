@@ -15,14 +15,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from test_model import Mirror
 
 import kvweave
 from kvweave.kv.pool import IntArray
 from kvweave.plugins import BACKENDS
 from kvweave.prefix.lease import Lease, Namespace
 from support import fuzzy_world, prefix_world
-from support.prefix_world import text
+from support.prefix_world import Mirror, text
 
 PACKAGE = Path(kvweave.__file__).parent
 TRACED = tuple(str(PACKAGE / part) for part in ("prefix/", "kv/", "fuzzy/backend", "fuzzy/donors"))

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_model import Chaos
 
 from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.hash import HashCache
 from kvweave.prefix.hash_index import Hasher, HashIndex, namespace_seed, page_hashes, xxh3
 from kvweave.prefix.lease import Namespace
-from support.prefix_world import NS, World, tokens_of
+from support.prefix_world import NS, Chaos, World, tokens_of
 
 
 class CollidingWorld(World):

@@ -1,20 +1,8 @@
 """POST /v1/chat/completions: templates, content parts, tools, log probabilities, streams."""
 
 import pytest
-from test_completions import events
 
-from support.serverkit import TEXT
-
-CHAT = "/v1/chat/completions"
-
-
-def say(client, text="Hi", **body):
-    messages = body.pop("messages", [{"role": "user", "content": text}])
-    return client.post(CHAT, json={"messages": messages, "max_tokens": 4, **body})
-
-
-def prompt_text(engine):
-    return engine.tokenizer.decode(engine.requests[-1].prompt_ids)
+from support.serverkit import CHAT, TEXT, events, prompt_text, say
 
 
 def test_the_shape_of_an_answer(client):

@@ -6,25 +6,7 @@ import pytest
 
 from kvweave.engine.types import Usage
 from kvweave.prefix.plan import Span
-from support.serverkit import TEXT
-
-
-def complete(client, **body):
-    reply = client.post("/v1/completions", json={"prompt": "Say it", "max_tokens": 9, **body})
-    assert reply.status_code == 200, reply.text
-    return reply.json()
-
-
-def events(client, path="/v1/completions", **body):
-    body = {"max_tokens": 9, "stream": True, **body}
-    if "messages" not in body:
-        body.setdefault("prompt", "Say it")
-    with client.stream("POST", path, json=body) as reply:
-        assert reply.status_code == 200
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in reply.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+from support.serverkit import TEXT, complete, events
 
 
 def test_the_shape_of_an_answer(client):

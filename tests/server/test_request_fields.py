@@ -7,11 +7,10 @@ import openai
 import pytest
 from openai.types import completion_create_params as openai_completions
 from openai.types.chat import completion_create_params as openai_chat
-from test_chat import CHAT, prompt_text, say
-from test_completions import complete
 
 from kvweave.server.known_fields import IGNORED, REFUSED
 from kvweave.server.protocol import ChatBody, CompletionBody
+from support.serverkit import CHAT, complete, prompt_text, say
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 COMPLETIONS = "/v1/completions"

@@ -6,9 +6,10 @@ freed page, KV at another position: each changes the answer, and most are report
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, SchedulerConfig
+from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.components import EngineComponents
 from kvweave.engine.engine import Engine
 from kvweave.engine.execution.batch import ForwardBatch
@@ -289,3 +291,89 @@ def prompt(length: int, seed: int = 0, prefix: Iterable[int] = ()) -> list[int]:
     start = list(prefix)
     rest = np.random.default_rng(seed).integers(0, VOCABULARY - 1, length - len(start))
     return start + rest.tolist()
+
+
+FAMILIES = [prompt(90, seed) for seed in range(4)]
+
+
+def random_request(rng: np.random.Generator, rid: str):
+    family = FAMILIES[rng.integers(len(FAMILIES))]
+    shared = family[: int(rng.integers(0, len(family)))]
+    tokens = prompt(len(shared) + int(rng.integers(1, 12)), int(rng.integers(1000)), shared)
+    sampling = {}
+    if rng.random() < 0.2:
+        sampling["prompt_logprobs"] = int(rng.integers(0, 3))
+    if rng.random() < 0.2:
+        sampling["n"] = int(rng.integers(2, 4))
+    return request(
+        rid,
+        tokens,
+        int(rng.choice([0, 1, 3, 20, 60, 200])),
+        priority=int(rng.choice([0, 0, 0, 1, -1])),
+        salt=str(rng.choice(["", "a"])) if rng.random() < 0.2 else None,
+        **sampling,
+    )
+
+
+class Faults:
+    """Breaks a forward pass now and then; never so often that the engine gives up."""
+
+    def __init__(self, rng: np.random.Generator, rate: float) -> None:
+        self.rng, self.rate, self.row = rng, rate, 0
+
+    def __call__(self, batch) -> None:
+        self.row = self.row + 1 if self.rng.random() < self.rate else 0
+        if 0 < self.row < 4:
+            raise RuntimeError("injected")
+
+
+def assert_answers(world: World, requests, faults: bool) -> None:
+    assert {rid for rid, _ in world.answers} == set(requests)
+    done = 0
+    for (rid, index), answer in world.answers.items():
+        asked = requests[rid]
+        assert index < asked.sampling.n
+        assert 0 <= answer.usage.cached_tokens < len(asked.prompt_ids)
+        assert answer.finish_reason in ("length", "abort", "error")
+        if answer.finish_reason == "error":
+            assert faults
+            assert "injected" in answer.error
+        else:
+            expected = oracle_answer(asked.prompt_ids, len(answer.token_ids))
+            assert answer.token_ids == expected, (rid, index)
+        if answer.finish_reason == "length":
+            done += 1
+            room = world.engine.limits.longest(asked) - len(asked.prompt_ids)
+            assert len(answer.token_ids) == room
+            if asked.sampling.prompt_logprobs is not None and index == 0:
+                assert len(answer.prompt_logprobs) == len(asked.prompt_ids)
+    assert done > len(world.answers) / 6
+
+
+def explode(*_args, **_kwargs):
+    raise RuntimeError("injected")
+
+
+@asynccontextmanager
+async def serving(world: World):
+    engine = AsyncEngine(world.engine)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def answer_of(stream) -> Completion:
+    answer = Completion()
+    async for delta in stream:
+        collect(answer, delta)
+    return answer
+
+
+async def until(condition) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("this never came true")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
+import json
 import math
 import threading
 import time
@@ -300,3 +301,33 @@ def in_threads(jobs) -> Iterator[list[threading.Thread]]:
     yield threads
     for thread in threads:
         thread.join(60)
+
+
+def events(client, path="/v1/completions", **body):
+    body = {"max_tokens": 9, "stream": True, **body}
+    if "messages" not in body:
+        body.setdefault("prompt", "Say it")
+    with client.stream("POST", path, json=body) as reply:
+        assert reply.status_code == 200
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in reply.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def complete(client, **body):
+    reply = client.post("/v1/completions", json={"prompt": "Say it", "max_tokens": 9, **body})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+CHAT = "/v1/chat/completions"
+
+
+def say(client, text="Hi", **body):
+    messages = body.pop("messages", [{"role": "user", "content": text}])
+    return client.post(CHAT, json={"messages": messages, "max_tokens": 4, **body})
+
+
+def prompt_text(engine):
+    return engine.tokenizer.decode(engine.requests[-1].prompt_ids)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+from kvweave.models import LoadedModel, hooks
 
 VOCABULARY = 261
 """256 bytes, and a few special tokens."""
@@ -191,3 +194,43 @@ def save(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
     random_model(config, seed).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+CLEAR = 1e-3
+"""Logits closer than this may change places by rounding; what follows is not compared."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers itself says, as far as its choices are clear."""
+
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    clear: int
+
+
+def reference(loaded: LoadedModel, prompt: Sequence[int], count: int) -> Reference:
+    with hooks.implementation(loaded.model, "eager"), torch.inference_mode():
+        output = loaded.model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+        )
+    clear = 0
+    for logits in output.logits:
+        best, second = logits[0].topk(2).values.tolist()
+        if best - second < CLEAR:
+            break
+        clear += 1
+    return Reference(tuple(prompt), output.sequences[0, len(prompt) :].tolist(), clear)
+
+
+def assert_equal(found: list[list[int]], references: Sequence[Reference]) -> None:
+    for tokens, expected in zip(found, references, strict=True):
+        assert tokens[: expected.clear] == expected.tokens[: expected.clear]
+        assert len(tokens) == len(expected.tokens)
