@@ -126,7 +126,7 @@ class ListSource:
             yield delta
 
 
-def test_what_arrives_together_is_one_piece_per_answer():
+def test_waiting_deltas_are_joined_per_answer():
     deltas = [
         OutputDelta(
             *("r", index, letter, (number,), Usage()),
