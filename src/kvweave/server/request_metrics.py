@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
 from kvweave.errors import RequestError, reason
@@ -38,8 +38,8 @@ class RequestMetrics:
         self.rid = request.rid
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
         self.completion_tokens = 0
-        self.failure: Exception | None = None
-        """The error that ended it, if one did."""
+        self._failed: Literal["refused", "error"] | None = None
+        self._reason = ""
         self.endpoint = endpoint
         self.arrived = time.time()
         self.plan: tuple[Span, ...] = ()
@@ -93,12 +93,17 @@ class RequestMetrics:
     @property
     def outcome(self) -> str:
         """How it ended: stop, length, abort (also if the client left), refused or error."""
-        if self.failure is not None:
-            refused = isinstance(self.failure, RequestError) and self.failure.status < 500
-            return "refused" if refused else "error"
+        if self._failed is not None:
+            return self._failed
         if len(self._finished) < self._answers or "abort" in self._finished.values():
             return "abort"
         return "length" if "length" in self._finished.values() else "stop"
+
+    def fail(self, failure: Exception) -> None:
+        """Note a failure; the exception is not kept, since its traceback holds the generation."""
+        refused = isinstance(failure, RequestError) and failure.status < 500
+        self._failed = "refused" if refused else "error"
+        self._reason = reason(failure)
 
     def close(self) -> None:
         """Count and log it; twice is harmless."""
@@ -124,7 +129,7 @@ class RequestMetrics:
                     completion_tokens=self.completion_tokens,
                     first_token_ms=_milliseconds(self.first_token_seconds),
                     total_ms=_milliseconds(self.total_seconds),
-                    **({} if self.failure is None else {"reason": reason(self.failure)}),
+                    **({} if self._failed is None else {"reason": self._reason}),
                 )
             )
 

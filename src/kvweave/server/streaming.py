@@ -150,7 +150,7 @@ class Generation:
                         raise AnswerFailedError(delta.error or "the engine gave no reason")
                     self._add(place, delta)
         except Exception as failure:
-            self.metrics[place].failure = failure
+            self.metrics[place].fail(failure)
             if isinstance(failure, RequestError) and failure.param == "prompt":
                 failure.param = self._prompt_field
             self._failure = self._failure or failure
