@@ -1,1 +1,1 @@
-"""Benchmarks: every figure that the documentation quotes, measured by anyone with one command."""
+"""Benchmarks: every figure that the documentation quotes is measured by one command."""

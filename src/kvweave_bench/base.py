@@ -1,4 +1,4 @@
-"""What a benchmark is."""
+"""The Bench: a name, defaults, and the function that measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs prompts through an engine step by step, and notes what each step took."""
+"""Runs prompts through an engine step by step and records the time of each step."""
 
 from __future__ import annotations
 

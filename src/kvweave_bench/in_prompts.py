@@ -1,14 +1,15 @@
-"""Labelled pairs as prompts, from an engine's front door to its cache's plan.
+"""Labelled pairs of questions, also as prompts from an engine to its cache's plan.
 
-A whole engine, but for the model: a forward pass computes nothing, for it is the plan that says
-which tokens would be read in whose words.
+The engine is whole except for the model: forward passes compute nothing, since the plan says which
+tokens would be served.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,8 +27,40 @@ from kvweave.kv.relocation import MoveRun
 from kvweave.models.load import LoadedModel
 from kvweave.paraphrase.gate import ParaphraseGate
 from kvweave.prefix.contract import CacheOptions
-from kvweave_bench.labelled import Pair
 from kvweave_bench.setting import Setting
+
+HARD_NEGATIVES = ("negation", "entity_swap", "number_date", "scope")
+KINDS = {
+    "false_serves": HARD_NEGATIVES,
+    "paraphrases_served": ("paraphrase",),
+    "near_repeats_served": ("near_repeat",),
+}
+"""By what it is called when one of them is served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two questions. The facts gate was written looking at one half of all pairs; the other is
+    `held_out`."""
+
+    donor: str
+    recipient: str
+    kind: str
+    held_out: bool
+
+
+def labelled_pairs(setting: Setting) -> list[Pair]:
+    """`n` of the pairs, as the seed chooses."""
+    texts = setting.texts("fow-cache")
+    ids = sorted(text.title for text in texts)
+    random.Random(0).shuffle(ids)
+    looked_at = frozenset(ids[: len(ids) // 2])
+    chosen = random.Random(setting.seed).sample(texts, min(setting.n, len(texts)))
+    return [
+        Pair(text.body, text.facts["other"], text.facts["category"], text.title not in looked_at)
+        for text in chosen
+    ]
+
 
 _BATCH = 50
 """Pairs whose donors are cached together, each in namespaces of its own."""

@@ -1,4 +1,4 @@
-"""What every bench can be told."""
+"""Names and options of all benches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain transformers, as the variant to beat: its own attention, its own dynamic cache."""
+"""The baseline: plain transformers with its own attention and its own dynamic cache."""
 
 from __future__ import annotations
 

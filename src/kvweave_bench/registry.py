@@ -1,4 +1,4 @@
-"""All benches by name, what they can be told, and how one is run."""
+"""All benches by name, and how one is run."""
 
 from __future__ import annotations
 

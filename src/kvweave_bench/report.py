@@ -1,4 +1,4 @@
-"""What a bench found: flat rows, where they were measured, as a file and as a table."""
+"""A bench's result: flat rows and the machine, written as a file and printed as a table."""
 
 from __future__ import annotations
 

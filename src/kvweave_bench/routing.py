@@ -1,4 +1,4 @@
-"""Who routes best: `python -m kvweave_bench.routing`, where Ray and sglang-router are installed.
+"""Compares routers: `python -m kvweave_bench.routing`, with Ray and sglang-router installed.
 
 Two replicas of one engine stand behind each router in turn. Six conversations of five turns run at
 once; then the six documents that they were about come back behind another instruction. What counts

@@ -1,4 +1,4 @@
-"""The judge of served positions tells right from wrong."""
+"""The check of served positions tells right tokens from wrong ones."""
 
 from __future__ import annotations
 

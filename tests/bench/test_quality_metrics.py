@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from kvweave.engine.selfcheck.measure import kl_divergence, verdict, words
-from kvweave_bench.quality.intervals import bootstrap, share
 from kvweave_bench.quality.metrics import (
+    bootstrap,
     negative_log_likelihood,
     perplexity_ratio,
     rouge_l,
+    share,
     token_f1,
 )
 

@@ -1,4 +1,4 @@
-"""The figures and the page of bench quality, from pairs made up here."""
+"""Figures and page of bench quality, from hand-made pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paired runs on a tiny model: what a probe sees is true, and nothing leaks between runs."""
+"""Paired runs on a tiny model: recorded logits are right, and runs are independent."""
 
 from __future__ import annotations
 
@@ -177,9 +177,9 @@ def test_a_variant_that_is_none_ends_in_words(text: str, words: str) -> None:
 
 
 def test_one_probe_watches_one_request(session: Callable[..., Session]) -> None:
-    probe = session().probe
+    recorder = session().recorder
     two = type("Two", (), {"forward": lambda *_: torch.zeros(2, 5)})()
-    probe.runner = two
+    recorder.runner = two
     batch = type("Batch", (), {"logits_at": np.arange(2)})()
     with pytest.raises(KvweaveError, match="one request"):
-        probe.forward(batch)
+        recorder.forward(batch)

@@ -1,4 +1,4 @@
-"""The prompts of bench quality: what they share with their donors, and what they state."""
+"""Prompts of bench quality: tokens shared with their donors, and stated facts."""
 
 from __future__ import annotations
 

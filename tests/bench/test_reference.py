@@ -1,4 +1,4 @@
-"""The variant to beat: what it forgets, and what happens when its process dies."""
+"""The baseline: eviction from its cache, and the death of its process."""
 
 from __future__ import annotations
 

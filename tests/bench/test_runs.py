@@ -1,4 +1,4 @@
-"""Every bench runs through on a tiny model and tells the truth about it."""
+"""Every bench runs on a tiny model and reports right figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak: a short one ends well, and whatever it looks for it would find."""
+"""The soak: a short one ends well, and each kind of problem is found."""
 
 from __future__ import annotations
 

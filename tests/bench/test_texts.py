@@ -1,4 +1,4 @@
-"""Texts come from their packages, once; what cannot be had is named."""
+"""Texts come from their packages, once; a text that cannot be fetched is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The builders keep what their names promise, and the oracle agrees with a slow, obvious one."""
+"""Prompt builders keep their overlaps, and the oracle agrees with a slow one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moved spans behind SGLang's exact prefix: what is served, what is not, and that nothing leaks."""
+"""Moved spans behind SGLang's exact prefix: served, refused, and never leaked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plug-in's idea of SGLang, held against the fake of it and, where it is installed, SGLang."""
+"""The plug-in's contract, compared with the fake of SGLang and, where installed, with SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotations found by running attention modules alone, in the manner in which SGLang writes them."""
+"""Rotations found by running attention modules alone, written as SGLang writes them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_every_layer_has_its_own() -> None:
     [
         (LongRope, "frequencies depend on the length"),
         (AddsPosition, "otherwise than by a known rotation"),
-        (NeedsMore, "NeedsMore cannot be tried outside of a forward pass"),
+        (NeedsMore, "NeedsMore cannot be run outside of a forward pass"),
     ],
 )
 def test_what_is_no_fixed_rotation_is_refused(attention: Any, words: str) -> None:
@@ -127,5 +127,5 @@ def test_what_is_no_fixed_rotation_is_refused(attention: Any, words: str) -> Non
 def test_attention_works_again_after_the_trial() -> None:
     attention = Attention(Rope())
     _inspect(attention)
-    with pytest.raises(AssertionError, match="nothing attends in a trial"):
+    with pytest.raises(AssertionError, match="nothing attends when a layer is run alone"):
         attention(torch.tensor([0]), torch.randn(1, HIDDEN), None)

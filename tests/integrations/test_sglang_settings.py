@@ -1,4 +1,4 @@
-"""Settings from the environment and a file, and what is said when they do not work."""
+"""Settings from the environment and a file, and the errors in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes models quick on a CPU changes no answer."""
+"""Packed weights and kept memory on a CPU change no answer."""
 
 from __future__ import annotations
 

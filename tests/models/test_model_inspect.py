@@ -1,4 +1,4 @@
-"""Inspection: the layouts of known models, and rotations that really move keys."""
+"""Inspection: layouts of known models, and rotations that move keys correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading: what is served, what is refused, and in which words."""
+"""Loading: served models, refused models, and the words of refusals."""
 
 from __future__ import annotations
 

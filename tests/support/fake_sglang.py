@@ -89,7 +89,7 @@ class RadixAttention(torch.nn.Module):
     def forward(
         self, q: Any, k: Any, v: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Any:
-        raise AssertionError("nothing attends in a trial")
+        raise AssertionError("nothing attends when a layer is run alone")
 
 
 class ForwardMode(Enum):

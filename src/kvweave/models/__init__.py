@@ -1,4 +1,4 @@
-"""Models: fetched, loaded, inspected and tried, so that the engine may trust what it is given."""
+"""Models: fetching, loading, inspection, and the compatibility check."""
 
 from kvweave.models.load import LoadedModel, load_model
 

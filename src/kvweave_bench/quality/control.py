@@ -1,4 +1,4 @@
-"""The negative control: problems that share their examples, word for word, and nothing else.
+"""The negative control: problems that share nothing but their few-shot examples.
 
 The examples are a common prefix, which exact caches reuse too. Behind it nothing may be moved, and
 the share of right answers must be what it is without.

@@ -1,4 +1,4 @@
-"""Near-duplicates: the donor's document states another fact than the recipient's, nothing else.
+"""Near-duplicates: the donor's document differs from the recipient's in one fact.
 
 What is moved then stands behind the recipient's fact, but was computed behind the donor's. A model
 that follows it answers with a fact that its own prompt does not state.

@@ -1,7 +1,9 @@
-"""One page for people: what a run found, with plots, tables and the worst answers, in one file."""
+"""The HTML page of bench quality: plots, tables and the worst answers, in one file."""
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +14,12 @@ from string import Template
 from typing import Any, TypeAlias
 
 from kvweave.version import __version__
-from kvweave_bench.quality import wording
 from kvweave_bench.quality.chart import Curve, Point, chart, strip
-from kvweave_bench.quality.examples import worst_examples
-from kvweave_bench.quality.intervals import Estimate
-from kvweave_bench.quality.pairs import Compared
-from kvweave_bench.quality.summary import figures
+from kvweave_bench.quality.metrics import Estimate
+from kvweave_bench.quality.pairs import Compared, Pair
+from kvweave_bench.quality.summary import fact_of, figures
 from kvweave_bench.quality.variants import Variant
+from kvweave_bench.quality.writer import Case
 
 _Measured: TypeAlias = Mapping[Variant, Mapping[str, Estimate]]
 """One scenario's figures, by variant and metric."""
@@ -108,12 +109,12 @@ def _overview(compared: Compared, measured: _Measured) -> str:
     cells = [
         f'<th scope="row"><a href="#{compared.scenario.name}">{compared.scenario.name}</a>'
         f"<small>{escape(variant.name)}, n = {kl.n}</small></th>",
-        f"<td>{wording.times(of['first_token_speedup'].value)}</td>",
-        f"<td>{wording.percent(of['reused_share'].value)}</td>",
+        f"<td>{times(of['first_token_speedup'].value)}</td>",
+        f"<td>{percent(of['reused_share'].value)}</td>",
         f'<td class="strip">{strip(kl.value, kl.low, kl.high)}</td>',
-        f"<td>{wording.nats(kl.value)}</td>",
-        f"<td>{wording.ratio(of['ppl_ratio'].value)}</td>",
-        f"<td>{wording.ratio(of['rouge_l'].value)}</td>",
+        f"<td>{nats(kl.value)}</td>",
+        f"<td>{ratio(of['ppl_ratio'].value)}</td>",
+        f"<td>{ratio(of['rouge_l'].value)}</td>",
         _told(of, "gold"),
         _told(of, "decoy"),
     ]
@@ -125,17 +126,17 @@ def _told(of: Mapping[str, Estimate], fact: str) -> str:
     warm, cold = of.get(f"{fact}_warm"), of.get(f"{fact}_cold")
     if warm is None or cold is None:
         return "<td></td>"
-    return f"<td>{wording.count(warm)}<small>cold {wording.count(cold)}</small></td>"
+    return f"<td>{count(warm)}<small>cold {count(cold)}</small></td>"
 
 
 def _divergence(of: Mapping[str, Estimate], _: str) -> str:
     """The median, and under it where the worst twentieth begins."""
-    median, p95 = (wording.nats(of[metric].value) for metric in ("kl_median", "kl_p95"))
+    median, p95 = (nats(of[metric].value) for metric in ("kl_median", "kl_p95"))
     return f"<td>{median}<small>p95 {p95}</small></td>"
 
 
 def _figure(of: Mapping[str, Estimate], metric: str) -> str:
-    return f"<td>{wording.figure(metric, of[metric])}</td>"
+    return f"<td>{figure(metric, of[metric])}</td>"
 
 
 def _chart(
@@ -195,10 +196,10 @@ def _remark(compared: Compared, measured: _Measured) -> str:
     """What has to be said in words: whether positions were right, whether anything was moved."""
     worst = min(of["token_identity"].value for of in measured.values())
     if worst < 1:
-        return f"<b>Some moved positions hold other tokens ({wording.percent(worst)} right).</b>"
+        return f"<b>Some moved positions hold other tokens ({percent(worst)} right).</b>"
     fired = max(of["fired"].value for of in measured.values())
     if compared.scenario.lives:
-        return f"Text was moved for {wording.percent(fired)} of the prompts."
+        return f"Text was moved for {percent(fired)} of the prompts."
     return "Every moved position holds the prompt's own token." if fired else ""
 
 
@@ -216,3 +217,124 @@ _COLUMNS = (
     ("reused", "reused_share", _figure),
     ("refreshed", "refreshed_share", _figure),
 )
+
+
+def nats(value: float) -> str:
+    """A divergence: two digits that count, a power of ten where it is tiny."""
+    if value < 1e-7:
+        return "0"
+    if value >= 1e-3:
+        return f"{value:.2g}"
+    power = math.floor(math.log10(value))
+    return f"{value / 10.0**power:.1f}·10<sup>&minus;{-power}</sup>"
+
+
+def percent(value: float) -> str:
+    """A share; a decimal only close to all or nothing, where it makes a difference."""
+    near_the_end = 0 < min(value, 1 - value) < 0.0995
+    return f"{100 * value:.1f} %" if near_the_end else f"{100 * value:.0f} %"
+
+
+def times(value: float) -> str:
+    """How many times sooner."""
+    return (
+        f"{value:.2f}&times;"
+        if value < 3
+        else f"{value:.1f}&times;"
+        if value < 20
+        else f"{value:.0f}&times;"
+    )
+
+
+def ratio(value: float) -> str:
+    """A perplexity ratio or an F measure: three decimals."""
+    return f"{value:.3f}"
+
+
+def count(estimate: Estimate) -> str:
+    """A share of n as what was counted."""
+    return f"{round(estimate.value * estimate.n)} of {estimate.n}"
+
+
+_FORMATS = {
+    "kl_mean": nats,
+    "kl_median": nats,
+    "kl_p95": nats,
+    "kl_answer": nats,
+    "ppl_ratio": ratio,
+    "rouge_l": ratio,
+    "token_f1": ratio,
+    "first_token_speedup": times,
+}
+
+
+def figure(metric: str, estimate: Estimate) -> str:
+    """A figure, and under it the interval that holds it 9 times in 10."""
+    show = _FORMATS.get(metric, percent)
+    low, high = show(estimate.low), show(estimate.high)
+    return f"{show(estimate.value)}<small>{low}&ndash;{high}</small>"
+
+
+def marked(text: str, reference: str) -> str:
+    """`text`, its words marked where they are not those of `reference`."""
+    ours, theirs = text.split(), reference.split()
+    parts = []
+    for kind, _, _, start, end in difflib.SequenceMatcher(None, theirs, ours, False).get_opcodes():
+        words = escape(" ".join(ours[start:end]))
+        if words:
+            parts.append(words if kind == "equal" else f"<mark>{words}</mark>")
+    return " ".join(parts)
+
+
+_SHOWN = 3
+_FACTS = {"gold": "right", "decoy": "the donor's fact", "neither": "not answered"}
+
+
+def worst_examples(compared: Compared) -> str:
+    """The worst few of a scenario, of the variants that somebody might serve with; each case once.
+
+    Facts lost come first, those taken from the donor before all; then the largest divergence.
+    """
+    pairs = [
+        (variant, pair)
+        for variant, found in compared.pairs.items()
+        if not variant.ablation
+        for pair in found
+    ]
+    pairs.sort(key=lambda each: _badness(compared.cases[each[1].case], each[1]), reverse=True)
+    shown: dict[int, str] = {}
+    for variant, pair in pairs:
+        if len(shown) < _SHOWN and pair.case not in shown:
+            shown[pair.case] = _example(variant, compared.cases[pair.case], pair)
+    return "".join(shown.values())
+
+
+def _badness(case: Case, pair: Pair) -> tuple[int, float]:
+    lost = 0
+    if case.gold is not None:
+        cold, warm = (fact_of(case, text) for text in (pair.cold_text, pair.warm_text))
+        if cold == "gold" and warm != "gold":
+            lost = 2 if warm == "decoy" else 1
+    return lost, pair.kl_answer
+
+
+def _example(variant: Variant, case: Case, pair: Pair) -> str:
+    stated = f'<p class="stated">{escape(case.stated)}</p>' if case.stated else ""
+    return (
+        '<article class="example"><header>'
+        f"<p><b>{escape(case.question)}</b></p>{stated}"
+        f'<p class="note">prompt {pair.case + 1} · {escape(variant.name)} · next token KL '
+        f"{nats(pair.kl)} · along the answer {nats(pair.kl_answer)} · perplexity &times; "
+        f"{ratio(pair.ppl_ratio)}</p></header>"
+        f"{_answer('cold', case, pair.cold_text, escape(pair.cold_text))}"
+        f"{_answer('warm', case, pair.warm_text, marked(pair.warm_text, pair.cold_text))}"
+        "</article>"
+    )
+
+
+def _answer(which: str, case: Case, text: str, html: str) -> str:
+    badge = ""
+    if case.gold is not None:
+        fact = fact_of(case, text)
+        badge = f'<span class="badge {fact}">{_FACTS[fact]}</span>'
+    return f"<div><h4>{which} {badge}</h4><p>{html or '<i>nothing</i>'}</p></div>"

@@ -1,4 +1,4 @@
-"""Runs a scenario: every prompt cold, and warm in every variant, side by side."""
+"""Runs a scenario: every prompt cold, and warm in every variant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations in which something is said in other words: what serving those does to answers."""
+"""Conversations in which a sentence returns in other words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways in which text comes back, each as prompts with known answers."""
+"""Scenarios in which text returns, each as prompts with known answers."""
 
 from __future__ import annotations
 

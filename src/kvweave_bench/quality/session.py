@@ -87,7 +87,7 @@ class KVPlayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """An answer, as its client and as its model saw it."""
+    """An answer: the client's view of it, the recorded logits, and the text."""
 
     answer: Answer
     trace: RecordedLogits
@@ -99,7 +99,7 @@ _PATIENCE = 60.0
 
 
 class Session:
-    """An engine with a probe in front of its runner."""
+    """An engine with a logit recorder in front of its runner."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class Session:
             cache=CacheConfig(prefix_cache_backend=backend, max_total_tokens=slots),
         )
         if variant is not None:
-            # Whoever compares meanings gets the time for it: this is about answers.
+            # Time for the semantic provider: this bench compares answers.
             fuzzy = replace(variant.fuzzy, provider=provider, semantic_budget_ms=_PATIENCE * 1e3)
             config = replace(config, fuzzy=fuzzy, scheduler=variant.scheduler)
         components = build_components(config, loaded, variant.mover if variant else TensorMover)
         assert isinstance(components.runner, ModelRunner)
         self.runner = components.runner
-        self.probe = LogitRecorder(self.runner)
-        self.engine = Engine(config, loaded, replace(components, runner=self.probe))
+        self.recorder = LogitRecorder(self.runner)
+        self.engine = Engine(config, loaded, replace(components, runner=self.recorder))
         self._decode = loaded.tokenizer.decode
         self._ids = itertools.count()
 
@@ -134,15 +134,15 @@ class Session:
         dictated: Sequence[int] = (),
         protected_from: int | None = None,
     ) -> Served:
-        """Answer greedily, or as dictated. Raises KvweaveError if the engine gives up."""
-        self.probe.begin(dictated)
-        with nullcontext() if dictated else quiet_collector():  # what is dictated is not timed
+        """Answer greedily, or with the tokens `dictated` (teacher forcing). Raises KvweaveError."""
+        self.recorder.begin(dictated)
+        with nullcontext() if dictated else quiet_collector():  # teacher forcing is not timed
             answer = self._run(prompt, max_tokens, protected_from=protected_from)
-        trace = self.probe.trace()
+        trace = self.recorder.trace()
         return Served(answer, trace, self._decode(trace.tokens, skip_special_tokens=True))
 
     def record(self, prompt: IntArray) -> RecordedKV:
-        """Compute a prompt, and copy the KV that this took. For sessions that reuse nothing."""
+        """Compute a prompt and copy its KV. For sessions without reuse."""
         recorder = KVRecorder(self.runner)
         with self._instead(recorder):
             self._run(prompt, 1)
@@ -154,20 +154,20 @@ class Session:
             return self._run(prompt, 1, fuzzy=False)
 
     def forget(self) -> None:
-        """As if nothing had ever been served."""
+        """Empty the cache."""
         self.engine.flush_cache()
 
     @contextmanager
     def _instead(self, runner: Runner) -> Iterator[None]:
-        self.probe.begin()
-        self.probe.runner = runner
+        self.recorder.begin()
+        self.recorder.runner = runner
         try:
             yield
         finally:
-            self.probe.runner = self.runner
+            self.recorder.runner = self.runner
 
     def settle(self) -> None:
-        """Wait until what was served is known as a donor in every way."""
+        """Wait until the provider knows everything that was served."""
         cache = self.engine.cache
         if isinstance(cache, FuzzyCache) and not cache.settle(_PATIENCE):
             raise KvweaveError("the provider of reuse does not come to rest")

@@ -1,4 +1,4 @@
-"""From pairs to figures: one row per scenario, variant and metric, each with its interval."""
+"""Figures from pairs: one row per scenario, variant and metric, with its interval."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvweave.engine.selfcheck.measure import Verdict, verdict
 from kvweave_bench.measure import Against, paired_ratios
-from kvweave_bench.quality.intervals import Estimate, bootstrap, share
+from kvweave_bench.quality.metrics import Estimate, bootstrap, share
 from kvweave_bench.quality.pairs import Compared, Pair
 from kvweave_bench.quality.writer import Case
 from kvweave_bench.report import Row

@@ -1,4 +1,4 @@
-"""What is compared: ways of serving moved text, and ways of doing it wrong on purpose."""
+"""Variants that are compared: ways of serving moved text, and ablations."""
 
 from __future__ import annotations
 

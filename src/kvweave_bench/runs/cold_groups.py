@@ -1,4 +1,4 @@
-"""Groups of prompts that share a prefix nobody has computed yet, arriving together."""
+"""Bench: groups of prompts that share an uncached prefix and arrive together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine against plain transformers: long contexts, short additions, many requests at once."""
+"""Bench: the engine against plain transformers on long contexts and many requests at once."""
 
 from __future__ import annotations
 

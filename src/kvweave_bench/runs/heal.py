@@ -1,4 +1,4 @@
-"""A client that pauses between requests while the engine heals: what it costs, what it gives."""
+"""Bench: cost and gain of healing for a client that pauses between requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to look up a long prompt among millions of cached tokens: no KV involved."""
+"""Bench: the time to look up a long prompt among millions of cached tokens, without KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One document behind other wrappers: what is reused, whether it is right, what it saves."""
+"""Bench: one document behind other wrappers; tokens reused, their identity, time saved."""
 
 from __future__ import annotations
 

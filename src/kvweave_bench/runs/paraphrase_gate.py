@@ -1,4 +1,4 @@
-"""Which labelled pairs of questions would be served in other words, and which of them wrongly."""
+"""Bench: labelled pairs of questions that the paraphrase gate passes, rightly and wrongly."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from kvweave.fuzzy.facts import Verifier, differing
 from kvweave.fuzzy.facts.reading import read
 from kvweave.paraphrase.embedders import make_embedder
 from kvweave_bench.base import Bench
-from kvweave_bench.in_prompts import served_in_prompts
-from kvweave_bench.labelled import HARD_NEGATIVES, KINDS, Pair, labelled_pairs
+from kvweave_bench.in_prompts import HARD_NEGATIVES, KINDS, Pair, labelled_pairs, served_in_prompts
 from kvweave_bench.measure import quiet_collector, row
 from kvweave_bench.report import Row
 from kvweave_bench.setting import Setting

@@ -1,4 +1,4 @@
-"""Answers from moved KV against cold ones: how close, how right, how much sooner."""
+"""Bench: answers from moved KV against cold ones, in quality and speed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kvweave.config import CacheConfig, EngineConfig
 from kvweave_bench.base import Bench
 from kvweave_bench.driver import Driver
 from kvweave_bench.measure import Against, alternate, paired_ratios, row
-from kvweave_bench.quality.intervals import bootstrap
+from kvweave_bench.quality.metrics import bootstrap
 from kvweave_bench.report import Row
 from kvweave_bench.setting import Setting
 

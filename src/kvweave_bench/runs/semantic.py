@@ -1,4 +1,4 @@
-"""What comparing meanings costs prompts that gain nothing: first tokens with it and without."""
+"""Bench: the cost of the semantic provider for prompts that gain nothing from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nine ways in which earlier text comes back: what is served, and what could have been."""
+"""Bench: nine ways in which earlier text returns; the share served and the share possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short prompts with nothing in common: what looking for moved text costs when there is none."""
+"""Bench: the cost of looking for moved text in short prompts without any."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A real server under full load, faults and departures, every answer judged: `make soak`."""
+"""The soak: a real server under full load and faults, with every answer judged; `make soak`."""

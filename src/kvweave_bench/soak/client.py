@@ -1,4 +1,4 @@
-"""HTTP as soaks need it: one connection per request, which may be cut at any moment."""
+"""An HTTP client of one connection per request, which can be cut at any moment."""
 
 from __future__ import annotations
 

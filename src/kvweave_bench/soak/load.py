@@ -1,4 +1,4 @@
-"""Full load on one server: clients who leave, abort, break rules, and come in crowds."""
+"""Full load on one server: clients that leave, abort, send bad requests, and arrive in crowds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges answers by the model itself, computed at once and without any cache, in a process apart.
+"""Judges answers by the model itself, computed without a cache in a separate process.
 
 A greedy answer is right if each of its tokens is the likeliest after all before it. That needs one
 forward pass over prompt and answer, whatever batch the server computed it in. Tokens may differ

@@ -1,4 +1,4 @@
-"""Figures of a soak, as rows like those of every bench, and what was wrong as a table."""
+"""Rows and the table of problems from the results of a soak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server, from its start to its end, under load: what it was asked, and what was wrong."""
+"""One soaked server from start to end, by variant: its load, its samples, its problems."""
 
 from __future__ import annotations
 

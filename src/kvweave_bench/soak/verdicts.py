@@ -1,4 +1,4 @@
-"""Whether what came back is right: in form, in what it counts, and token by token."""
+"""Checks of responses: their form, their counts, and their tokens one by one."""
 
 from __future__ import annotations
 

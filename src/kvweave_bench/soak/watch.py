@@ -1,4 +1,4 @@
-"""What a server's process looks like from outside, while it runs and in the end."""
+"""Samples of a server's process from outside (memory, files, threads), and their trend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients of the soak ask, and how they behave: chosen at random, the same for one seed."""
+"""Random requests and client behaviour for the soak, the same for one seed."""
 
 from __future__ import annotations
 

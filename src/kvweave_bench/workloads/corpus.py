@@ -1,4 +1,4 @@
-"""Real text as tokens, handed out so that no two prompts share any by accident of the builder."""
+"""Real text as tokens, handed out so that two prompts never share any by accident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a prompt earlier prompts hold, computed exactly and without any index."""
+"""The share of a prompt that earlier prompts hold, computed exactly and without an index."""
 
 from __future__ import annotations
 

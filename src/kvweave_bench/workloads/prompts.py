@@ -1,4 +1,4 @@
-"""Prompts of known make: cold groups, one document behind many wrappers, short unrelated ones."""
+"""Prompts of known structure: cold groups, one document in many wrappers, short unrelated ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shapes in which earlier text comes back: a recipient, and the donors before it."""
+"""The shapes in which earlier text returns: a recipient and the donors before it."""
 
 from __future__ import annotations
 

@@ -47,6 +47,6 @@ def build(context: Any) -> Any:
     Raises ConfigError for settings that do not work, and UnsupportedModelError for a model or an
     SGLang set up in a way that moved KV does not fit; both say all there is to say at once.
     """
-    from kvweave.integrations.sglang.factory import build_cache
+    from kvweave.integrations.sglang.cache import build_cache
 
     return build_cache(context)

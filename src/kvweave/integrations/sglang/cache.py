@@ -1,4 +1,4 @@
-"""SGLang's own tree, with moved spans behind the exact prefix.
+"""SGLang's radix cache with moved spans behind the exact prefix, and its factory.
 
 The span takes the way that SGLang has for KV which is not on the device yet: `match_prefix`
 reports it as a host hit, admission calls `init_load_back`, and that fills slots which belong to the
@@ -25,11 +25,16 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_schedule
 
 from kvweave.fuzzy.provider import Candidate
+from kvweave.integrations.sglang.checks import check_stack
+from kvweave.integrations.sglang.layers import inspect_layers
 from kvweave.integrations.sglang.mirror import Mirror, as_tokens
 from kvweave.integrations.sglang.mover import PoolMover, SlotRun
+from kvweave.integrations.sglang.settings import read_settings
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Namespace, RequestView
 
@@ -273,3 +278,30 @@ def _runs(
         SlotRun(source, target, piece.start - piece.donor_start)
         for piece, source, target in zip(pieces, sources, targets, strict=True)
     ]
+
+
+_log = logging.getLogger(__name__)
+
+
+def build_cache(context: Any) -> FuzzyRadixCache:
+    """See `kvweave.integrations.sglang.build`."""
+    config = read_settings()
+    check_stack(context)
+    runner, allocator = context.tp_worker.model_runner, context.params.token_to_kv_pool_allocator
+    pool = allocator.get_kvcache()
+    layouts = inspect_layers(
+        runner.model,
+        range(pool.start_layer, pool.start_layer + pool.layer_num),
+        hidden_size=context.model_config.hidden_size,
+        context_length=context.model_config.context_len,
+        dtype=context.model_config.dtype,
+        device=torch.device(pool.device),
+    )
+    overlapped = not get_schedule().disable_overlap_schedule
+    mover = PoolMover(pool, layouts, runner.forward_stream if overlapped else None)
+    size = context.params.page_size
+    mirror = Mirror(size, max(1, allocator.size // size), config)
+    cache: FuzzyRadixCache = create_unified_radix_cache(context, cache_class=FuzzyRadixCache)
+    cache.attach(mirror, mover, alone=context.tp_size == 1)
+    _log.info("kvweave lends moved KV: %s", config)
+    return cache

@@ -1,4 +1,4 @@
-"""What the plug-in takes for granted about SGLang, written down so that it can be checked.
+"""Checks at start: the parts of SGLang that the plug-in uses, and the flags that it refuses.
 
 SGLang's caches are no public interface: names and parameters move between its releases. What is
 listed here was read in 0.5.23. A server whose SGLang differs is refused at start with the list of

@@ -1,4 +1,4 @@
-"""How each layer of a model that SGLang loaded turns its keys: tried, never read off its name.
+"""The rotation of each layer's keys in a model that SGLang loaded, found by running the layer.
 
 Every attention module is run alone, on one hidden state at several positions, up to the point where
 it would hand keys and values to SGLang's attention. What position did to the key is the layer's
@@ -23,7 +23,7 @@ _FAR = 1024
 """Beyond that, float32 blurs the angle of the fastest pair more than a rotation may be off."""
 
 
-class _Handed(Exception):  # noqa: N818  (no error: it ends a trial run that has shown what it should)
+class _Handed(Exception):  # noqa: N818  (no error: it ends a run early)
     """An attention module is about to attend: its key and value."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ def inspect_layers(
     found = {layer.number: layer for layer in _attention_layers(model)}
     tables = _frequency_tables(model)
     hidden = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(0))
-    trial = _Trial(hidden.to(device, dtype), context_length)
+    runs = _LayerRuns(hidden.to(device, dtype), context_length)
     layouts = []
     for number in layers:
         if number not in found:
@@ -62,7 +62,7 @@ def inspect_layers(
                 f"layer {number} of this model keeps KV but has no attention that kvweave knows"
             )
         try:
-            layouts.append(trial.layout(found[number], tables))
+            layouts.append(runs.layout(found[number], tables))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
                 f"layer {number} of this model: its keys cannot be moved: {error}"
@@ -70,7 +70,7 @@ def inspect_layers(
     return tuple(layouts)
 
 
-class _Trial:
+class _LayerRuns:
     """Runs attention modules on the same hidden state at chosen positions."""
 
     def __init__(self, hidden: torch.Tensor, context_length: int) -> None:
@@ -111,7 +111,7 @@ class _Trial:
             )
         except Exception as error:
             raise UnsupportedModelError(
-                f"{type(layer.around).__name__} cannot be tried outside of a forward pass "
+                f"{type(layer.around).__name__} cannot be run outside of a forward pass "
                 f"({reason(error)})"
             ) from error
         raise UnsupportedModelError(f"{type(layer.around).__name__} does not attend when it is run")

@@ -1,4 +1,4 @@
-"""Which texts SGLang's tree holds, by tokens alone, with the span index on top.
+"""The texts in SGLang's tree, kept as tokens in a tree of our own with the span index on top.
 
 SGLang's tree says where a prefix lies, but not what else it holds: its core shows no tokens. So the
 paths that requests publish are kept once more, as tokens, in a tree of our own whose pages are mere

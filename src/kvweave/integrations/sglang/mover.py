@@ -1,4 +1,4 @@
-"""Copying donors' KV into a request's slots within SGLang's pool, in the right stream order."""
+"""Copies donors' KV into a request's slots within SGLang's pool, in the right stream order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the plug-in, from the environment and from a file: SGLang has no place for its flags.
+"""Settings of the SGLang plug-in, read from the environment and from a JSON file.
 
 `KVWEAVE_FUZZY_MIN_SPAN=64` sets what `--fuzzy-min-span 64` sets in kvweave's own engine, and so on
 for every name in `NAMES`. `KVWEAVE_SGLANG_CONFIG` names a JSON file with the same settings under
