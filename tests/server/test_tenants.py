@@ -177,7 +177,7 @@ def test_an_operators_key_alone_leaves_clients_without_one():
 def test_keys_that_cannot_be_meant():
     with pytest.raises(ConfigError, match="--admin-api-key must not be empty"):
         validate(ServerConfig(admin_api_key=""))
-    with pytest.raises(ConfigError, match="must be another one"):
+    with pytest.raises(ConfigError, match="must differ from --api-key"):
         validate(ServerConfig(api_key="k", admin_api_key="k"))
     assert ServerConfig(host="0.0.0.0").hides_text
     assert not ServerConfig(host="0.0.0.0", admin_api_key="k").hides_text
