@@ -1,4 +1,4 @@
-"""What an engine runs on, as far as it knows."""
+"""The parts below the scheduler that an engine is given: pool, cache, runner, event sink."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Runner(Protocol):
 
 
 Interruptible: TypeAlias = Callable[[Callable[[], bool]], AbstractContextManager[None]]
-"""Within the block, forward passes end with ForwardInterruptedError once the function says so."""
+"""Within the block, forward passes raise ForwardInterruptedError once the function returns True."""
 
 
 def _uninterruptible(wanted: Callable[[], bool]) -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
-"""The engine: requests in, one step at a time, pieces of answers out.
+"""The engine: takes requests, plans and runs one step at a time, and returns deltas of answers.
 
-Not thread-safe: one thread adds, aborts and steps. AsyncEngine serves many with one of these.
+Not thread-safe: one thread adds, aborts and steps. AsyncEngine serves many threads with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvweave.engine")
 
 MAX_FAILURES = 5
-"""Steps in a row that may get nothing done before the engine doubts itself."""
+"""Steps in a row without a result before the engine tests itself."""
 
 
 class Engine:
@@ -52,7 +52,7 @@ class Engine:
         self.config = config
         self.loaded = loaded
         if components is None:
-            # Here: it loads the models' code, which takes seconds and is not always needed.
+            # Imported here: it loads the models' code for seconds, and is not always needed.
             from kvweave.engine.factory import build_components
 
             components = build_components(config, loaded)
@@ -62,7 +62,7 @@ class Engine:
         self.limits = Limits(loaded.context_length, slots, loaded.vocab_size)
         self.scheduler = Scheduler(self.cache, config.scheduler)
         self.dead = False
-        """Failed too often in a row: nothing will be answered any more."""
+        """Failed too often in a row: no request is answered any more."""
         self._maker = SequenceOutputFactory(loaded.tokenizer, loaded.eos_token_ids)
         self._seeds = np.random.default_rng(config.scheduler.random_seed)
         batch_builder = BatchBuilder(pool.page_size)
@@ -108,7 +108,7 @@ class Engine:
         self._reporter.counters.requests += 1
 
     def namespace(self, salt: str | None) -> Namespace:
-        """What requests with this `cache_salt` share KV within."""
+        """The namespace in which requests with this `cache_salt` share KV."""
         return Namespace(model=self.loaded.identity, salt=salt)
 
     def check_queue(self, more: int = 0) -> None:
@@ -127,9 +127,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
-        """Plan and run one forward pass; returns what became known, in the order of the batch.
+        """Plan and run one forward pass; returns the new deltas in the order of the batch.
 
-        Never raises for a request's sake: what fails, fails in that request's own last delta.
+        Never raises because of a request: an error ends that request in its own last delta.
         """
         if not self.dead:
             self._step()
@@ -137,7 +137,7 @@ class Engine:
         return self._take_deltas()
 
     def prefixes(self, cache_salt: str | None = None) -> CachedPrefixes:
-        """What of a prompt is cached as its exact prefix now, for whoever may choose its order."""
+        """Exact prefixes that are cached now, for clients that can choose the order of a prompt."""
         return CachedPrefixes(self.cache, self.namespace(cache_salt))
 
     @torch.inference_mode()
@@ -184,12 +184,12 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Nothing will follow: send what others wait for, give back what is not memory."""
+        """Send pending events and close their sink."""
         if self.components.events is not None:
             self.components.events.close()
 
     def _tell(self) -> None:
-        """Whoever follows the cache learns what changed in it."""
+        """Publish the changes of the cache as events."""
         if self.components.events is not None and (events := self.cache.take_events()):
             self.components.events.publish(events)
 
@@ -198,14 +198,14 @@ class Engine:
         return deltas
 
     def _best_effort(self, call: Callable[..., object], *given: object) -> None:
-        """Call what serves nobody's answer (counters, followers, healing); its fault costs none."""
+        """Call what no answer depends on (counters, events, healing) and log its faults."""
         try:
             call(*given)
         except Exception:
             name = getattr(call, "__qualname__", repr(call))
             if name not in self._failed_best_efforts:
                 self._failed_best_efforts.add(name)
-                logger.error("%s failed, answers go on; told once", name, exc_info=True)
+                logger.error("%s failed, answers go on; logged once", name, exc_info=True)
 
     def _step(self) -> None:
         try:
@@ -234,7 +234,7 @@ class Engine:
             self._got_nothing_done(last, self._executor.work)
 
     def _advance(self, row: Row, output: RowOutput) -> None:
-        """One row's forward pass succeeded: its progress counts, and its answer goes on."""
+        """Count the progress of a row and add its token to its answer."""
         if output.error is not None:
             raise output.error
         sequence = row.sequence
@@ -257,14 +257,14 @@ class Engine:
             self._close(sequence, delta)
 
     def _fail_plan(self, error: Exception) -> None:
-        """No step could be planned: that costs all who run, and those whom the plan had ended."""
+        """No step could be planned: fail what runs and what the plan had ended."""
         logger.error("no step could be planned", exc_info=error)
         for sequence in [s for s in self._answers if s.status is not Status.WAITING]:
             self._fail(sequence, error, logged=True)
         self._got_nothing_done(error, lambda: False)
 
     def _got_nothing_done(self, error: Exception, works: Callable[[], bool]) -> None:
-        """A step was in vain. After several in a row the engine gives up, unless it `works`."""
+        """Count a step without result; several in a row stop the engine unless it `works`."""
         self._failures += 1
         if self._failures < MAX_FAILURES:
             return
@@ -278,13 +278,13 @@ class Engine:
 
     def _fail(self, sequence: Sequence, error: Exception, logged: bool = False) -> None:
         rid = sequence.group.request.rid
-        told = None if logged else error  # one traceback, though many may fail of one error
-        logger.error("request %s failed", rid, exc_info=told, extra={"rid": rid})
+        cause = None if logged else error  # one traceback, though many may fail of one error
+        logger.error("request %s failed", rid, exc_info=cause, extra={"rid": rid})
         reason = str(error) if isinstance(error, KvweaveError) else f"internal error: {error!r}"
         self._close(sequence, self._answers[sequence].end("error", reason))
 
     def _close(self, sequence: Sequence, last: OutputDelta) -> None:
-        """The answer is over: its pages go back, its last delta goes out."""
+        """End an answer: release its pages and send its last delta."""
         if last.finish_reason in ("stop", "length"):
             self._best_effort(self._healer.served, sequence)
         self.scheduler.end(sequence)

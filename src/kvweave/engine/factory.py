@@ -1,4 +1,4 @@
-"""Builds what an engine runs on: memory for KV, attention, the prefix cache, the model's runner."""
+"""Builds the components of an engine: KV memory, attention, prefix cache, model runner."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def build_components(
 
 
 def decoder(tokenizer: Any) -> Callable[[IntArray], str]:
-    """Token ids to text as it stands, for caches that look at what a prompt says."""
+    """Token ids to unchanged text, for caches that compare the text of prompts."""
 
     def decode(ids: IntArray) -> str:
         text: str = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
@@ -78,7 +78,7 @@ def decoder(tokenizer: Any) -> Callable[[IntArray], str]:
 def _fuzzy(config: EngineConfig, loaded: LoadedModel) -> FuzzyConfig:
     """The settings for reuse beyond the prefix, as far as the model can follow them."""
     fuzzy = config.fuzzy
-    if loaded.prunes_tokens or not STRATEGIES[fuzzy.refresh_strategy].looks:
+    if loaded.prunes_tokens or not STRATEGIES[fuzzy.refresh_strategy].deferred:
         return fuzzy
     if fuzzy.refresh:
         logger.warning(
@@ -90,7 +90,7 @@ def _fuzzy(config: EngineConfig, loaded: LoadedModel) -> FuzzyConfig:
 
 
 def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Slots of the pool: as told, or what memory allows and the running requests can use."""
+    """Slots of the pool: as configured, or as memory allows and the running requests can use."""
     page_size = config.cache.page_size
     if config.cache.max_total_tokens is not None:
         tokens = config.cache.max_total_tokens // page_size * page_size

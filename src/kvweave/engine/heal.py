@@ -1,10 +1,11 @@
-"""Healing: what was served approximately is computed exactly while nobody needs the engine.
+"""Healing: computes prompts exactly, while idle, that were served approximately.
 
-A request that was lent moved KV publishes nothing of what followed, so its prompt would be served
-approximately for ever. Healed, it is an exact prefix like any other.
+A request with moved KV publishes nothing behind its first span, so its prompt would be served
+approximately for ever. Once healed, it is an exact prefix like any other.
 
 A step is a lease, one chunk, a publication and a release. Nothing is held in between: a request
-that arrives finds every page free or evictable, and healing goes on later behind what it published.
+that arrives finds every page free or evictable, and healing continues later behind the published
+pages.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Prompt:
     priority: int
     semantic: bool
     standing: Key
-    """What may be evicted for it goes before this: nothing that was used since it was served."""
+    """Only pages before this key may be evicted for it: none that were used since it was served."""
 
     @property
     def name(self) -> _Name:
@@ -63,7 +64,7 @@ class _Prompt:
         return RequestView(self.rid, self.tokens, self.namespace, self.priority, fuzzy=False)
 
     def sequence(self, end: int) -> Sequence:
-        """A request for the KV of the first `end` tokens, and for no answer."""
+        """A sequence that computes the KV of the first `end` tokens and no answer."""
         tokens = self.tokens[:end]
         request = GenerateRequest(
             rid=self.rid,
@@ -78,7 +79,7 @@ class _Prompt:
 
 
 class Healer:
-    """Remembers prompts that are worth it, each once, at most `most`; the newest is healed first.
+    """Queues prompts to heal, each once, at most `most`; the newest is healed first.
 
     Belongs to the engine's thread.
     """
@@ -100,13 +101,13 @@ class Healer:
         self._chunk = -(-CHUNK // size) * size
         self._waiting: OrderedDict[_Name, _Prompt] = OrderedDict()
         self._begun = False
-        """The newest prompt has had a step, and nobody has come in between since."""
+        """The newest prompt has had a step, and no request has arrived since."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def served(self, sequence: Sequence) -> None:
-        """An answer is complete, its lease still held: remember a prompt that it did not cache."""
+        """Queue the prompt of a complete answer, its lease still held, if it was approximate."""
         lease = sequence.lease
         if not self._most or lease is None or not lease.plan.approximate:
             return
@@ -129,14 +130,14 @@ class Healer:
         self._begun = False
 
     def clear(self) -> None:
-        """Want nothing healed any more."""
+        """Empty the queue."""
         self._waiting.clear()
         self._begun = False
 
     def step(self, wanted: Callable[[], bool]) -> bool:
         """Compute one chunk, unless `wanted()` first; False if there is nothing to heal.
 
-        Whatever goes wrong, that prompt is given up and nothing is left behind.
+        On an error that prompt is dropped and its pages are released.
         """
         if not self._waiting:
             return False
@@ -144,7 +145,7 @@ class Healer:
         try:
             self._advance(prompt, wanted)
         except ForwardInterruptedError:
-            pass  # the chunk is lost, and computed again after those who interrupted
+            pass  # the chunk is lost, and computed again after the requests that interrupted it
         except Exception as error:
             logger.error(
                 "healing the prompt of %s failed",
@@ -184,7 +185,7 @@ class Healer:
             self._give_back(lease)
 
     def _whole(self, tokens: IntArray) -> int:
-        """How much of a prompt the same prompt can hit: full pages, never the last token."""
+        """Tokens of a prompt that an equal prompt can hit: full pages, never the last token."""
         size = self._cache.page_size
         return (len(tokens) - 1) // size * size
 

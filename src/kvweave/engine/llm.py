@@ -1,4 +1,4 @@
-"""For scripts: prompts in, answers out."""
+"""The Python interface: loads a model and answers prompts without a server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LLM:
         config.validate()
         loaded = load_model(config.model)
         config, self.self_check = guarded(config, loaded)
-        """Whether the model may be served with text that moved; None if nobody asked for that."""
+        """The result of the self-check for moved text; None where it was not run."""
         self.engine = Engine(config, loaded)
         self._ids = itertools.count()
 
@@ -86,8 +86,8 @@ class LLM:
     def propose_order(self, head: str, pieces: Sequence[str], tail: str = "") -> Proposal:
         """The order of `pieces` in which most of head, pieces and tail is cached: exact reuse.
 
-        Nothing is reordered: `order` lists indices of `pieces`, and whoever takes it joins them
-        so, without anything between them. `gain` 0 means that no order is better than the given.
+        Nothing is reordered: `order` lists indices of `pieces`, to be joined in
+        that order, without anything between them. `gain` 0 means that the given order is best.
         """
 
         def prompt(order: Iterable[int]) -> IntArray:
@@ -113,7 +113,7 @@ class LLM:
         )
 
     def _run(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """Keep the queue filled until all are answered; whatever goes wrong, leave none behind."""
+        """Keep the queue filled until all are answered; on an error, abort those that are left."""
         answers = {r.rid: [Completion() for _ in range(r.sampling.n)] for r in requests}
         room = self.engine.config.scheduler.max_queued_requests
         start, to_add = time.perf_counter(), iter(requests)

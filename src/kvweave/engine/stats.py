@@ -1,4 +1,4 @@
-"""What an engine says about itself: counters, a snapshot, one log line per prefill batch."""
+"""Statistics of an engine: counters, snapshots, and a log line per prefill batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Counters:
 
 
 class Reporter:
-    """Counts and logs; never in anyone's way."""
+    """Counts and logs the engine's steps."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Reporter:
     def snapshot(self) -> EngineSnapshot:
         """Only on the engine's thread."""
         pool, size, counters = self._cache.pool, self._cache.page_size, self.counters
-        # Not `stats()`, which asks providers: servers take a snapshot after every step.
+        # Not `stats()`, which calls providers: servers take a snapshot after every step.
         cached, healing = self._cache.counters, self._healer.counters
         evictable, reuse = self._cache.evictable_pages, self._cache.reuse_counts()
         return EngineSnapshot(

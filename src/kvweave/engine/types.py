@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: plain data for servers, scripts and benches."""
+"""Requests, their limits, and results of an engine, as plain data."""
 
 from __future__ import annotations
 
@@ -111,13 +111,13 @@ class GenerateRequest:
     fuzzy_refresh: float | None = None
     """Share of what is moved that is computed again; None: as the engine is configured."""
     fuzzy_semantic: bool = True
-    """False: nothing of this prompt is served in other words, nor lent to others who say the same;
-    its meaning is looked at by nobody."""
+    """False: nothing of this prompt is served in other words, nor to other prompts with the same
+    meaning; it is not embedded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Constant while the engine lives, so that any thread may ask."""
+    """Limits of an engine. They are constant, so any thread may check a request."""
 
     context_length: int
     pool_tokens: int
@@ -142,7 +142,7 @@ class Limits:
     def longest(self, request: GenerateRequest) -> int:
         """The length, prompt included, at which an answer ends.
 
-        The pool counts one more than it holds: nobody reads the KV of the last token.
+        The pool counts one token more than it holds: the KV of the last token is never read.
         """
         room = min(self.context_length, self.pool_tokens + 1)
         wanted = request.sampling.max_tokens
@@ -305,7 +305,7 @@ class EngineSnapshot:
     provider_events: Mapping[str, int] = field(default_factory=dict)
     """Calls of the provider of reuse beyond the prefix, by how they ended, and its proposals."""
     provider_figures: Mapping[str, float] = field(default_factory=dict)
-    """What that provider tells of itself."""
+    """The provider's own statistics."""
 
     heals_waiting: int = 0
     """Prompts to be computed exactly, now that they were served approximately."""

@@ -1,9 +1,9 @@
-"""Which tokens of moved spans are computed again, within a budget.
+"""Strategies of selective recompute: which tokens of moved spans to compute again.
 
 KV that was moved is that of the right token at the right position, but it was computed behind
 another text. Few tokens take that badly (CacheBlend, arXiv 2405.16444, section 4); a strategy says
-how they are told from the others. Some of it is known when the plan is made: where spans begin, and
-where the prompt differs from its donor. The rest shows in the forward pass, whose part of the work
+how to find them. Some is known when the plan is made: where spans begin, and where the prompt
+differs from its donor. The rest shows in the forward pass, whose part of the work
 is `engine.execution.selective_recompute`.
 """
 
@@ -45,7 +45,7 @@ class Strategy:
     stops: tuple[Stop, ...] = ()
 
     @property
-    def looks(self) -> bool:
+    def deferred(self) -> bool:
         """Chooses in the forward pass."""
         return bool(self.question or self.stops)
 
@@ -75,11 +75,11 @@ STRATEGIES = {
 def choose(
     spans: Sequence[Span], share: float, strategy: str
 ) -> tuple[IntArray, DeferredRecompute | None]:
-    """Positions to compute again, and who chooses the rest of `share` x all moved tokens.
+    """Positions to compute again, and what the forward pass selects of `share` x all moved tokens.
 
-    Tokens just behind an edit come first whatever the strategy: they are what would carry the
-    donor's fact into the recipient's answer. Other words for the same are served whole, as they
-    were judged: a mix of two wordings may say what neither says.
+    Tokens just behind an edit come first whatever the strategy: they would carry the
+    donor's fact into the recipient's answer. Paraphrases are served whole, as they were verified: a
+    mix of two wordings may have a meaning that neither has.
     """
     spans = [span for span in spans if span.tier is Tier.MOVED]
     if not spans:
@@ -88,7 +88,7 @@ def choose(
     budget = round(share * int(lengths.sum()))
     nothing = np.zeros_like(lengths)
     heads = _levelled(nothing, np.minimum(lengths, _FOLLOWERS) * _edited(spans), budget)
-    if not STRATEGIES[strategy].looks:
+    if not STRATEGIES[strategy].deferred:
         return _first(spans, _levelled(heads, lengths, budget)), None
     left = budget - int(heads.sum())
     return _first(spans, heads), DeferredRecompute(strategy, left) if left > 0 else None

@@ -1,7 +1,7 @@
-"""Where the KV of every prompt position comes from.
+"""Plans: where the KV of every prompt position comes from.
 
-A plan is the one thing that the scheduler knows about reuse: which positions are served and
-which it has to compute. Exact backends give `exact | fresh`; fuzzy ones weave spans in between.
+A plan is all that the scheduler needs to know about reuse: which positions are served and which
+have to be computed. Exact backends give `exact | fresh`; fuzzy ones weave spans in between.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Tier(str, Enum):
 class Span:
     """A run of recipient positions served from one donor run.
 
-    `donor` identifies the donor's path to people and logs (a request id, or a path's number);
-    nobody resolves KV through it. Positions are absolute: `start` in the recipient's prompt,
+    `donor` names the donor's path for people and logs (a request id, or a path's number); it is
+    not used to find KV. Positions are absolute: `start` in the recipient's prompt,
     `donor_start` in the donor's.
     """
 

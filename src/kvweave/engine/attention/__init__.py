@@ -1,4 +1,4 @@
-"""Attention over the paged pool, behind the interface of `base`."""
+"""Chooses the attention backend; the backends read and write the paged KV pool."""
 
 from __future__ import annotations
 

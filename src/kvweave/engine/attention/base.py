@@ -1,4 +1,4 @@
-"""The small interface behind which attention sits.
+"""The interface of attention backends.
 
 A packed batch has no padding: its T tokens belong to R rows (requests), each row's tokens at any
 ascending positions. A query at position p of row r attends to positions [0, p] of r (or to the
@@ -18,7 +18,7 @@ from kvweave.kv.tensors import KVTensors
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """Who attends to what in one forward pass, all layers alike. On the model's device.
+    """Queries and block tables of one forward pass, equal for all layers, on the model's device.
 
     positions: int64 (T). slots: int64 (T), where each token's own KV goes.
     query_start: int32 (R + 1); row r's tokens are [query_start[r], query_start[r + 1]).

@@ -1,6 +1,6 @@
 """Attention by FlashInfer's paged kernels, on CUDA.
 
-FlashInfer knows rows whose queries are the last ones of their context. Positions with gaps become
+FlashInfer takes rows whose queries are the last ones of their context. Positions with gaps become
 several such rows that share pages: a run of consecutive positions, ending at p, is the end of a
 context of p + 1 tokens.
 """

@@ -1,6 +1,6 @@
 """Attention in plain torch: gather each row's context, then `scaled_dot_product_attention`.
 
-Works on every device and for every layout that the engine knows. It copies the context of every
+Works on every device and for every layout that the engine supports. It copies the context of every
 row in every layer, which is what the `cpu` kernel and `flashinfer` avoid.
 """
 

@@ -109,7 +109,7 @@ class RowLogits:
     """Which of a forward pass's logits belong to one row.
 
     Logits `[first, first + len(scored))` predict the prompt tokens at the positions `scored` + 1;
-    the one behind them, if a token is to be sampled, is what it is sampled from.
+    the logits behind them, if a token is to be sampled, are those it is sampled from.
     """
 
     row: Row

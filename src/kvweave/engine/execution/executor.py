@@ -1,4 +1,4 @@
-"""What a forward pass says about each row: its prompt's log probabilities, its next token."""
+"""Runs batches and turns their logits into row outputs: log probabilities, next tokens, errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvweave.engine.types import TokenLogprob
 
 @dataclass(slots=True)
 class RowOutput:
-    """One row's share. `error` is this row's own fault; the others go on."""
+    """The result of one row. An `error` concerns this row only."""
 
     scores: list[TokenLogprob] = field(default_factory=list)
     """Of the prompt tokens after the row's scored positions."""
@@ -83,10 +83,10 @@ class BatchExecutor:
         self._batch_builder = batch_builder
 
     def run(
-        self, rows: Rows[Row], states: Mapping[Sequence, SamplingState], told: str = ""
+        self, rows: Rows[Row], states: Mapping[Sequence, SamplingState], logged: str = ""
     ) -> Iterator[tuple[Row, RowOutput]]:
         """Yield every row with its output, in order. Handle each before taking the next: a later
-        group is packed only then. `told` is the error that the log already explains."""
+        group is packed only then. `logged` is the error that the log already explains."""
         failure: Exception | None = None
         outputs: list[RowOutput] = []
         try:
@@ -97,10 +97,10 @@ class BatchExecutor:
             yield from zip(rows, outputs, strict=True)
             return
         if len(rows) == 1:
-            yield rows[0], RowOutput(error=failure, computed=False, logged=repr(failure) == told)
+            yield rows[0], RowOutput(error=failure, computed=False, logged=repr(failure) == logged)
             return
-        if repr(failure) != told:
-            told = repr(failure)
+        if repr(failure) != logged:
+            logged = repr(failure)
             logger.error(
                 "a forward pass of %d requests failed: halves are tried",
                 len(rows),
@@ -108,11 +108,11 @@ class BatchExecutor:
             )
         del failure  # its traceback holds the whole batch
         half = len(rows) // 2
-        yield from self.run(rows[:half], states, told)
-        yield from self.run(rows[half:], states, told)
+        yield from self.run(rows[:half], states, logged)
+        yield from self.run(rows[half:], states, logged)
 
     def work(self) -> bool:
-        """Whether a token that is nobody's comes through: then failures were their requests' own.
+        """Whether a forward pass of a dummy token works: then the failures were the requests' own.
 
         True also while no page is free to try it with.
         """

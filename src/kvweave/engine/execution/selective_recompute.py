@@ -1,4 +1,4 @@
-"""A forward pass from which tokens drop out between layers."""
+"""Selective recompute: selects moved tokens to recompute and prunes the others between layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvweave.kv.tensors import KVTensors
 
 
 class TokenPruning:
-    """Follows a selector's choice: whatever holds one row per token holds fewer of them.
+    """Prunes all tensors with one row per token to the tokens that a selector keeps.
 
     attention, logits_at: of the pass as it begins, over the tokens that the selector keeps then.
-    `logits_at` is changed in place, since the model has been given it; `begin` is told of every
-    new attention batch.
+    `logits_at` is changed in place, since the model already holds it; `begin` gets every new
+    attention batch.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TokenPruning:
     def observe(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, kv: KVTensors
     ) -> None:
-        """See RecomputeSelector.observe. What it decides holds from the next layer on."""
+        """See RecomputeSelector.observe. Its decision holds from the next layer on."""
         self._due = self._selector.observe(layer, key, value, slots, kv) or self._due
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,16 +89,16 @@ class TokenPruning:
 
 
 _ASKING = 8
-"""The last tokens of a prompt whose attention is worked out: they are what answers begin with."""
+"""The last tokens of a prompt whose attention is measured: the answer begins behind them."""
 _READING = (0.5, 5 / 6)
-"""Between these depths models look things up in what they have read, see docs/quality.md."""
+"""Between these depths attention retrieves from the context, see docs/quality.md."""
 _TINY = 1e-30
 
 
 class QuestionAttention:
-    """How much attention the ends of `rows` pay to what was moved, all of it taken as it is.
+    """Attention that the last tokens of `rows` pay to moved tokens, whose KV is used as it is.
 
-    `batch` holds what has to be computed to find out: all tokens of those rows but candidates.
+    `batch` holds the tokens to compute for it: all of those rows except the candidates.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class QuestionAttention:
 
 @dataclass(slots=True)
 class _Seen:
-    """One row's last queries and what they see."""
+    """One row's last queries and the positions that they attend to."""
 
     queries: slice
     behind: torch.Tensor
@@ -183,7 +183,7 @@ class RecomputeSelector:
         ]
         self._fixed = ~recompute.candidates
         for row in () if question is None else question.rows:
-            # What stands before all that was moved is exact since it was computed for `question`.
+            # Tokens before all moved ones are exact already: they were computed for `question`.
             begin, end = batch.query_start[row : row + 2]
             self._fixed[begin : begin + np.argmax(recompute.candidates[begin:end])] = False
         self._chosen = recompute.chosen
@@ -222,7 +222,7 @@ class RecomputeSelector:
         for row in self._rows:
             alive[row.at] = True
             if not row.settled and len(row.at) <= row.budget:
-                # Later stops thin out what this is, but it is what the budget was spent on.
+                # Later stops prune it further, but this is what the budget counts.
                 row.settled = True
                 self._chosen[row.at] = True
         return torch.from_numpy(np.flatnonzero(alive))
@@ -259,7 +259,7 @@ class _Row:
             mass = question.mass(row)[torch.from_numpy(batch.positions[at])]
             weight = (mass / mass.mean().clamp_min(_TINY)) ** strategy.question
         elif not strategy.stops:
-            # The question stands in a later chunk: seams are the next best that is known.
+            # The question is in a later chunk: closeness to the seam is the next best score.
             weight = 1.0 / (1.0 + torch.from_numpy(_offsets(batch.positions[at])))
         stops = strategy.stops_by_layer(layers)
         made = cls(torch.from_numpy(at), weight, budget, len(at), stops)
@@ -285,7 +285,7 @@ class _Row:
 
 
 def question_rows(batch: ForwardBatch, recompute: RecomputeRequest) -> list[int]:
-    """Rows whose strategy wants to know what the question asks for, and whose end is here."""
+    """Rows whose strategy uses the question's attention and whose last token is in `batch`."""
     lasts = set(batch.logits_at.tolist())
     return [
         row

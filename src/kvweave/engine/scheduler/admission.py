@@ -37,7 +37,7 @@ class WaitingQueue:
         self._longest_first = policy == "lpm"
         self._items: list[Sequence] = []
         self.admissions = 0
-        """How many sequences were admitted so far; whoever admits one counts it here."""
+        """How many sequences the scheduler has admitted so far."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -51,7 +51,7 @@ class WaitingQueue:
         return self._items[0] if self._items else None
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.due is None:  # whoever comes back after a preemption keeps its claim
+        if sequence.due is None:  # a preempted sequence keeps its claim
             sequence.due = self.admissions + len(self._items) + PATIENCE
         insort(self._items, sequence, key=_rank)
 
@@ -62,7 +62,7 @@ class WaitingQueue:
         del self._items[at]
 
     def candidates(self, match: Callable[[Sequence], int]) -> Iterator[tuple[Sequence, int]]:
-        """Whom to admit, first to last, each with its `match`: the tokens of its cached prefix.
+        """Sequences to admit, in order, each with its `match`: the tokens of its cached prefix.
 
         Sequences may be taken out while this runs.
         """
@@ -129,7 +129,7 @@ class Admission:
     ) -> None:
         """Do not lease `sequence` again before `lacking` more pages are there.
 
-        It had matched pages that nobody else was using: they counted as room before it took them.
+        It had matched unused pages, which counted as room before it took them.
         """
         surplus = self._room() - self._needed(sequence, matched // self._page_size, running)
         sequence.surplus_needed = surplus + lacking

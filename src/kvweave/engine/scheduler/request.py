@@ -1,4 +1,4 @@
-"""A request and its answers, as the scheduler knows them: tokens, a lease, and how far it got."""
+"""A request and its answers in the scheduler: tokens, lease and progress."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Sequence:
 
     `limit` is the length, prompt included, at which it ends. What there is to compute is
     `plan.compute`, then every position after the plan's; `done` counts how many of those have run.
-    `arrival` is unique and ascending, and survives preemption: it decides who goes first.
+    `arrival` is unique and ascending, and survives preemption: it orders equal priorities.
     """
 
     __slots__ = (
@@ -105,11 +105,11 @@ class Sequence:
         self.lease: Lease | None = None
         self.done = 0
         self.offered = 0
-        """Whole pages of tokens that the cache was told of, or lent."""
+        """Tokens, in whole pages, that came from the cache or were published to it."""
         self.recomputed: list[npt.NDArray[np.integer]] = []
         """Positions inside spans that are computed all the same, ascending."""
         self.stays_exact = False
-        """It was admitted as exact and told so: it stays exact after a preemption."""
+        """It was admitted as exact: it stays exact after a preemption."""
         self.scored = 0
         """Prompt tokens whose log probabilities are known, when they are wanted."""
         self.due: int | None = None
@@ -151,7 +151,7 @@ class Sequence:
         self._view = None
 
     def view(self) -> RequestView:
-        """What the cache may know of it; cached until a token is added or it has to be exact."""
+        """The view of it that caches get; kept until a token is added or it has to be exact."""
         request = self.group.request
         exact = self.scores_prompt or self.stays_exact or self.group.counted_exact
         if self._view is None or (exact and self._view.fuzzy):
@@ -182,7 +182,7 @@ class Sequence:
         self.group.running += 1
 
     def stop(self, status: Status) -> None:
-        """Forget the lease, which somebody has released."""
+        """Forget the lease, which the caller releases."""
         if self.status is Status.RUNNING:
             self.group.running -= 1
         if self.lease is not None and self.group.admitted:

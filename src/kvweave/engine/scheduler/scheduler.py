@@ -1,8 +1,8 @@
-"""Which tokens are computed next: continuous batching over plans and leases.
+"""The scheduler: continuous batching over plans and leases.
 
 Every step is a packed mix of decodes, one token each, and chunks of prompts under one budget of
-tokens. The scheduler knows what a plan leaves to compute and when to publish; it never knows what
-remembers KV, nor how.
+tokens. The scheduler reads from a plan what is left to compute, and decides when to publish; it
+does not depend on the kind of prefix cache.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Scheduler:
         self._release(sequence, Status.FINISHED)
 
     def give_back(self, lease: Lease) -> None:
-        """Release `lease`. Where that fails, it is tried again, and nobody hears of it."""
+        """Release `lease`. A failure is logged, and releasing is tried again in the next step."""
         try:
             self._cache.release(lease)
         except Exception:
@@ -252,7 +252,7 @@ class Scheduler:
         return count
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Pages for the next `count` positions, whoever must go; False if that is the asker."""
+        """Get pages for the next `count` positions, by preempting; False if it is preempted."""
         assert sequence.lease is not None
         while not self._cache.grow(sequence.lease, sequence.last_position(count) + 1):
             victim = max(self.running, key=lambda other: other.rank)
