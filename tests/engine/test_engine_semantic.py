@@ -32,6 +32,7 @@ QUESTION = "Whom does the office hand questions about illness over to?\n"
 DONOR = "When do people buy the ticket before the autumn term starts?"
 SAME = "When do people purchase the ticket before the autumn term begins?"
 CONFIG = FuzzyConfig(
+    refresh_tokens=0,
     provider="semantic",
     semantic_embedder="use",
     semantic_budget_ms=30_000.0,

@@ -26,6 +26,7 @@ pytestmark = [
     ),
 ]
 CONFIG = FuzzyConfig(
+    refresh_tokens=0,
     provider="semblend",
     time_budget_ms=60_000.0,
     semantic_max_share=1.0,

@@ -36,8 +36,19 @@ class Traffic:
     def step(self) -> None:
         world, pick = self.world, self.random
         action = pick.choices(
-            ["start", "compute", "decode", "end", "resume", "evict", "fail", "again"],
-            [5, 12, 4, 3, 2, 1, 1, 2],
+            [
+                "start",
+                "compute",
+                "decode",
+                "end",
+                "resume",
+                "evict",
+                "fail",
+                "again",
+                "close",
+                "turn",
+            ],
+            [5, 12, 4, 3, 2, 1, 1, 2, 0.2, 4],
         )[0]
         one = pick.choice(world.live) if world.live else None
         if len(world.live) > 5:
@@ -48,6 +59,7 @@ class Traffic:
                 pick.choice(NAMESPACES),
                 fuzzy=pick.random() < 0.9,
                 max_exact=0 if pick.random() < 0.05 else None,
+                session=pick.choice([None, None, "s", "t"]),
             )
         elif action == "evict":
             world.cache.evict(pick.randint(1, 12))
@@ -64,13 +76,24 @@ class Traffic:
             else:
                 self.make_room(one)
         elif action == "end":
-            world.finish(one)
+            world.finish(one, well=pick.random() < 0.8)
+        elif action == "turn":
+            # The same conversation goes on behind another head.
+            if not world.compute(one):
+                return self.make_room(one)
+            world.finish(one, well=True)
+            said = [pick.randrange(9000) for _ in range(pick.randint(10, 30))]
+            tokens = [*pick.choice(self.heads), *one.tokens[pick.randrange(12) :][-160:], *said]
+            world.start(tokens, one.view.namespace, session=one.view.session)
+        elif action == "close":
+            world.cache.close_session(pick.choice(NAMESPACES), pick.choice(["s", "t"]))
         elif action == "again":
-            world.start(one.view.tokens, one.view.namespace)
+            world.start(one.view.tokens, one.view.namespace, session=one.view.session)
         elif action == "resume":
             # Preempted, and back with its output as part of the prompt.
             world.finish(one)
-            world.start(one.tokens, one.view.namespace, fuzzy=one.view.fuzzy)
+            more = {"fuzzy": one.view.fuzzy, "session": one.view.session}
+            world.start(one.tokens, one.view.namespace, **more)
 
     def make_room(self, wanting: Running) -> None:
         """As an engine would: somebody has to go."""
@@ -82,10 +105,12 @@ class Traffic:
 def test_every_slot_holds_what_it_must(seed: int, page_size: int, num_pages: int) -> None:
     policy = ("lru", "lfu", "slru", "priority")[seed % 4]
     world = World(num_pages, page_size, SMALL, eviction=policy, events=seed % 2 == 0)
-    traffic = Traffic(world, seed)
+    traffic, lent = Traffic(world, seed), 0
     for _ in range(600):
         traffic.step()
         world.check()
+        lent += sum(span.generation > 0 for run in world.live for span in run.lease.plan.spans)
+    assert lent > 30, "too little was lent within sessions for this test to mean anything"
     moved = world.cache.stats().hit_tokens["moved"]
     assert moved > 300, "too little was moved for this test to mean anything"
     assert world.cache.counters.evicted_pages > 0

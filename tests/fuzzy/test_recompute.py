@@ -116,3 +116,25 @@ def test_a_depth_is_a_layer_of_any_model_and_never_the_first():
     assert STRATEGIES["deviation"].stops_by_layer(30) == {1: 1.0}
     assert list(STRATEGIES["mix"].stops_by_layer(30)) == [1, 4, 8, 14, 24]
     assert STRATEGIES["mix"].stops_by_layer(3) == {1: 1.0}, "all stops fall together"
+
+
+def test_the_first_tokens_of_each_span_come_beside_the_share() -> None:
+    spans = [Span(10, 100, "1", 0), Span(110, 40, "2", 0), Span(160, 100, "3", 7)]
+    chosen, deferred = choose(spans, 0.0, "mix", seam_tokens=32)
+    assert chosen.tolist() == [*range(10, 42), *range(110, 130), *range(160, 192)]
+    assert deferred is None, "known when the plan is made: no look is taken"
+    chosen, deferred = choose(spans, 0.1, "mix", seam_tokens=32)
+    assert len(chosen) == 84
+    assert deferred is not None
+    assert deferred.budget == 24
+    chosen, deferred = choose(spans, 0.1, "seams", seam_tokens=32)
+    assert len(chosen) == 84 + 24
+    assert deferred is None
+
+
+def test_a_span_whose_earlier_text_is_the_donors_own_has_no_seam() -> None:
+    spans = [Span(10, 100, "1", 0), Span(110, 100, "2", 0)]
+    chosen, _ = choose(spans, 0.0, "seams", seam_tokens=32, continued=[spans[1]])
+    assert chosen.tolist() == list(range(10, 42))
+    chosen, _ = choose(spans, 1.0, "seams", seam_tokens=32, continued=[spans[1]])
+    assert len(chosen) == 200, "never more than there is"

@@ -201,3 +201,29 @@ def test_the_last_message_can_be_continued(client, engine):
 def test_numbers_are_read_as_other_servers_read_them(client, engine, field, value, reaches):
     complete(client, **{field: value})
     assert getattr(engine.requests[-1].sampling, field) == reaches
+
+
+@pytest.mark.parametrize("field", ["prompt_cache_key", "session_id"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_session_reaches_the_engine_by_either_name(client, engine, path, field):
+    text = TEXT_OR_MESSAGES[path]
+    assert client.post(path, json={**text, field: "my session"}).status_code == 200
+    assert engine.requests[-1].session == "my session"
+    assert client.post(path, json=text).status_code == 200
+    assert engine.requests[-1].session is None
+
+
+def test_two_sessions_at_once_are_refused(client):
+    both = {"prompt": "x", "prompt_cache_key": "a", "session_id": "b"}
+    reply = client.post("/v1/completions", json=both)
+    assert reply.status_code == 400
+    assert "two sessions" in reply.json()["error"]["message"]
+    both["session_id"] = "a"
+    assert client.post("/v1/completions", json=both).status_code == 200
+
+
+def test_a_session_is_closed_by_name_and_salt(client, engine):
+    reply = client.post("/close_session", json={"session_id": "a", "cache_salt": "b"})
+    assert reply.json() == {"success": True, "tokens": 7}
+    assert engine.closed[-1] == ("a", "b")
+    assert client.post("/close_session", json={}).status_code == 400

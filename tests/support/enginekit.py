@@ -271,6 +271,7 @@ def request(
     priority: int = 0,
     salt: str | None = None,
     fuzzy: bool = True,
+    session: str | None = None,
     **sampling: Any,
 ) -> GenerateRequest:
     """Greedy, and not ended by the end token, unless told otherwise."""
@@ -283,6 +284,7 @@ def request(
         priority=priority,
         cache_salt=salt,
         fuzzy=fuzzy,
+        session=session,
     )
 
 

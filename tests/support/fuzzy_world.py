@@ -27,6 +27,7 @@ SMALL = FuzzyConfig(
     min_suffix=2,
     sink_tokens=2,
     min_reuse_ratio=0.0,
+    refresh_tokens=0,
     time_budget_ms=10_000.0,
 )
 """Small enough that tests of a hundred tokens have many spans; never late on a busy machine."""
@@ -51,12 +52,19 @@ class SlotMover:
         for run in runs:
             assert len(run.sources) == len(run.targets)
             assert not set(run.sources.tolist()) & set(run.targets.tolist())
-            assert kv.exact[run.sources].all(), "a donor was itself approximate"
+            assert not kv.moved[run.sources].any(), "KV was moved twice"
+            inexact = run.sources[~kv.exact[run.sources]]
+            assert kv.leasing is None or all(
+                owner == (kv.leasing.namespace, kv.leasing.session) and owner[1] is not None
+                for owner in kv.owner[inexact]
+            ), "approximate KV of another session, or of none, was lent"
+            assert kv.leasing is not None or not len(inexact), "a donor was itself approximate"
             owners = kv.pool._owners[run.targets // kv.pool.page_size]
             assert (owners == 1).all(), "moved KV was written into a shared page"
             kv.token[run.targets] = kv.token[run.sources]
             kv.position[run.targets] = kv.position[run.sources] + run.delta
             kv.exact[run.targets] = False
+            kv.moved[run.targets] = True
             kv.print[run.targets] = 0
         self.moved.append(list(runs))
 
@@ -98,6 +106,11 @@ class World:
         self.position = np.full(slots, -1, np.int32)
         self.exact = np.zeros(slots, np.bool_)
         self.print = np.zeros(slots, np.int64)
+        self.moved = np.zeros(slots, np.bool_)
+        self.owner = np.full(slots, None, object)
+        """Namespace and session of the request that computed the slot."""
+        self.leasing: RequestView | None = None
+        """The request whose lease is being made."""
         self.live: list[Running] = []
         self._names = 0
 
@@ -117,7 +130,9 @@ class World:
 
     def admit(self, view: RequestView) -> Running:
         """Lease, record, and look at every slot that the lease serves."""
+        self.leasing = view
         lease = self.cache.lease(view)
+        self.leasing = None
         self.cache.record(lease)
         running = Running(view, lease, view.tokens.tolist())
         self.live.append(running)
@@ -142,12 +157,17 @@ class World:
         self.position[slots] = positions
         self.exact[slots] = np.asarray(positions) < exact_below
         self.print[slots] = fingerprints(tokens)[positions]
+        self.moved[slots] = False
+        self.owner[slots] = [(running.view.namespace, running.view.session)] * len(slots)
         running.done += len(positions)
         self.cache.publish(lease, tokens, running.frontier)
         return True
 
-    def finish(self, running: Running) -> None:
-        """End a request at any time; twice is harmless."""
+    def finish(self, running: Running, well: bool = False) -> None:
+        """End a request at any time; twice is harmless. `well`: its session may keep its KV."""
+        if well:
+            tokens = np.asarray(running.tokens, np.int32)
+            self.cache.retain(running.lease, tokens, running.frontier)
         self.cache.release(running.lease)
         self.cache.release(running.lease)
         self.live.remove(running)
@@ -156,7 +176,7 @@ class World:
         """A whole request: admitted, computed, finished. Its lease's plan is still there to see."""
         running = self.start(tokens, **more)
         assert self.compute(running)
-        self.finish(running)
+        self.finish(running, well=True)
         return running
 
     # Looking.

@@ -18,6 +18,7 @@ SMALL = FuzzyConfig(
     min_suffix=2,
     sink_tokens=2,
     min_reuse_ratio=0.0,
+    refresh_tokens=0,
     time_budget_ms=10_000.0,
 )
 

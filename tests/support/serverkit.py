@@ -72,6 +72,7 @@ class FakeEngine:
         self.phases: dict[str, str] = {}
         self.pages: set[str] = set()
         self.aborts: set[str] = set()
+        self.closed: list[tuple[str, str | None]] = []
         self.hold: str | None = None
         """The phase in which every request stays until this is None."""
         self.failure: dict[str, Exception] = {}
@@ -102,6 +103,10 @@ class FakeEngine:
     async def flush_cache(self, timeout: float = 0.0) -> None:
         if self.busy_flush:
             raise RequestError("1 request is running: the cache cannot be flushed", status=409)
+
+    async def close_session(self, session, cache_salt):
+        self.closed.append((session, cache_salt))
+        return 7
 
     async def run_on_engine_thread(self, at):
         return at(self)

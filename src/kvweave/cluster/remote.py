@@ -88,6 +88,10 @@ class RemoteEngine:
         """Clear all caches; RequestError from the first replica that cannot within `timeout`."""
         await self._broadcast("flush_cache", timeout, patience=timeout)
 
+    async def close_session(self, session: str, cache_salt: str | None) -> int:
+        """All replicas forget the session; returns how many tokens."""
+        return sum(await self._broadcast("close_session", session, cache_salt))
+
     def snapshot(self) -> EngineSnapshot:
         """The sum over all replicas, as of a second ago."""
         return self._snapshot

@@ -105,6 +105,10 @@ class EngineReplica:
         """RequestError if requests still run after `timeout` seconds."""
         await self._engine.flush_cache(timeout)
 
+    async def close_session(self, session: str, cache_salt: str | None) -> int:
+        """Forget what a session computed behind moved text; returns how many tokens."""
+        return await self._engine.close_session(session, cache_salt)
+
     async def snapshot(self) -> EngineSnapshot:
         """Gauges and counters as of the last step."""
         return self._engine.snapshot()

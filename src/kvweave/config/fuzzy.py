@@ -34,6 +34,21 @@ class FuzzyConfig:
     time_budget_ms: float = flag(
         50.0, "Time limit of a provider; a request whose provider is late reuses the prefix only."
     )
+    refresh_tokens: int = flag(
+        32,
+        "First tokens of every moved span that are computed again where the text before them "
+        "changed; 0: none.",
+    )
+    session_donors: bool = flag(
+        True,
+        "Requests with one prompt_cache_key lend each other what they computed behind moved text.",
+    )
+    session_seconds: float = flag(
+        3600.0, "Time after which a session that sends nothing is forgotten."
+    )
+    session_generations: int = flag(
+        0, "Most times that KV may be computed behind KV of the session's own; 0: no bound."
+    )
     self_check: str = flag(
         "on",
         "Measure once per model whether moved text changes its answers; if it does, reuse exactly "
@@ -85,10 +100,15 @@ class FuzzyConfig:
             "heal_queue",
         )
         found += positive(self, "semantic_budget_ms", "semantic_index_tokens")
-        found += positive(self, "semantic_min_span")
+        found += positive(self, "semantic_min_span", "session_seconds")
         found += share(self, "min_reuse_ratio", "max_share", "refresh")
         found += share(self, "semantic_threshold", "semantic_max_share")
-        for name in ("self_check_max_kl", "self_check_max_decoys"):
+        for name in (
+            "self_check_max_kl",
+            "self_check_max_decoys",
+            "refresh_tokens",
+            "session_generations",
+        ):
             if not getattr(self, name) >= 0:
                 found.append(
                     f"{flag_name(self, name)} must be 0 or more, not {getattr(self, name)}"

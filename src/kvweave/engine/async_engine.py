@@ -104,6 +104,12 @@ class AsyncEngine:
         """End a request; its answers finish with "abort". Unknown ids are ignored."""
         self._submit(partial(self._abort, rid))
 
+    async def close_session(self, session: str, cache_salt: str | None) -> int:
+        """Forget what a session computed behind moved text; returns how many tokens."""
+        return await self.run_on_engine_thread(
+            lambda engine: engine.close_session(session, cache_salt)
+        )
+
     async def flush_cache(self, timeout: float = 0.0) -> None:
         """Forget all cached KV once nothing runs; RequestError if that takes beyond `timeout`."""
         deadline = time.monotonic() + timeout

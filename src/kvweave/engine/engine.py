@@ -168,6 +168,10 @@ class Engine:
         self.cache.reset()
         self._best_effort(self._tell)
 
+    def close_session(self, session: str, cache_salt: str | None = None) -> int:
+        """Forget what a session computed behind moved text; returns how many tokens."""
+        return self.cache.close_session(self.namespace(cache_salt), session)
+
     def snapshot(self) -> EngineSnapshot:
         """Gauges and counters, as of now."""
         return self._reporter.snapshot()
@@ -287,6 +291,7 @@ class Engine:
         """End an answer: release its pages and send its last delta."""
         if last.finish_reason in ("stop", "length"):
             self._best_effort(self._healer.served, sequence)
+            self._best_effort(self.scheduler.retain, sequence)
         self.scheduler.end(sequence)
         self._best_effort(self._reporter.ended, last.finish_reason)
         del self._answers[sequence]

@@ -113,6 +113,8 @@ class GenerateRequest:
     fuzzy_semantic: bool = True
     """False: nothing of this prompt is served in other words, nor to other prompts with the same
     meaning; it is not embedded."""
+    session: str | None = None
+    """Requests of one session may lend each other KV that is not exact."""
 
 
 @dataclass(frozen=True, slots=True)

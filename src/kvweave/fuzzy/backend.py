@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import IntegrityError, UnsupportedModelError
@@ -19,17 +21,22 @@ from kvweave.fuzzy.pending import PendingDonors
 from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate, create_provider
 from kvweave.fuzzy.recompute import choose
+from kvweave.fuzzy.sessions import SessionCandidate, SessionDonors
 from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.relocation import KVMover, MoveRun
 from kvweave.plugins import BACKENDS, PARAPHRASE_GATE, load
 from kvweave.prefix.contract import CacheOptions, CacheStats, Declined, Refusal, ReuseCounts
-from kvweave.prefix.lease import Lease, RequestView
+from kvweave.prefix.eviction import Key
+from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.prefix.plan import Plan, Span, Tier
 from kvweave.prefix.radix import RadixCache, RadixLease
 from kvweave.prefix.tree import Node
 
 _log = logging.getLogger(__name__)
+
+_NEAR = 16
+"""Tokens before a span: if they are the donor's own, its first tokens are not computed again."""
 
 
 class Gate(Protocol):
@@ -73,6 +80,13 @@ class FuzzyCache(RadixCache):
         self._donors.decode = options.decode
         self._donors.listener = self._guard = self._provider()
         self._pending_donors = PendingDonors(pool.page_size, self._config)
+        self._sessions = SessionDonors(
+            pool,
+            self._config.stride,
+            self._config.min_span,
+            self._config.session_seconds,
+            self._config.session_generations,
+        )
         create_gate = load(PARAPHRASE_GATE)
         self.paraphrases: Gate = create_gate(self._donors, self._config, options.decode)
 
@@ -83,7 +97,7 @@ class FuzzyCache(RadixCache):
             self._donors.leases.add(lease)
             pieces = self._pieces(view, lease.plan.exact) if self._allows(view) else []
             if pieces:
-                self._realize(lease, pieces, self._share(view))
+                self._realize(lease, pieces, view)
             if view.fuzzy and self.options.wait_for_pending:
                 # What it computes although it might have been served stands nowhere else.
                 self._pending_donors.add(lease, view.tokens)
@@ -96,17 +110,62 @@ class FuzzyCache(RadixCache):
     def release(self, lease: Lease) -> None:
         self._donors.leases.discard(lease)
         self._pending_donors.discard(lease)
+        self._sessions.let_go(lease)
         super().release(lease)
 
     def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
+        if len(self._sessions) and not lease.plan.approximate:
+            whole = computed // self.page_size * self.page_size
+            self._sessions.healed(lease.namespace, lease.rid, whole)
         donors = self._donors
         donors.publisher, donors.semantic = lease.rid, lease.semantic
         donors.prompt_end = lease.plan.publishable // self.page_size * self.page_size
         super().publish(lease, tokens, computed)
 
+    def retain(self, lease: Lease, tokens: IntArray, computed: int) -> None:
+        if self._config.session_donors:
+            self._sessions.expire()
+            used = self.tree.eviction_key(lease.priority)
+            self._sessions.keep(lease, tokens, computed, used)
+
+    def close_session(self, namespace: Namespace, session: str) -> int:
+        return self._sessions.close((namespace, session))
+
+    def evict(self, pages: int, before: Key | None = None) -> int:
+        """As for radix. Of equally old KV, session donors go before what is exact."""
+        freed = 0
+        while freed < pages:
+            segment = self._sessions.oldest()
+            if segment is None or (before is not None and segment.used >= before):
+                return freed + super().evict(pages - freed, before)
+            freed += super().evict(pages - freed, segment.used)
+            if freed < pages:
+                freed += self._sessions.drop(segment)
+        return freed
+
+    def reset(self) -> None:
+        if not self._donors.leases:  # else it is refused, and nothing changes
+            self._sessions.clear()
+        super().reset()
+
+    def resident(self) -> Iterator[IntArray]:
+        yield from super().resident()
+        yield from self._sessions.resident()
+
+    @property
+    def evictable_pages(self) -> int:
+        return super().evictable_pages + self._sessions.evictable_pages
+
+    @property
+    def cached_pages(self) -> int:
+        return super().cached_pages + self._sessions.pages
+
     def _touch(self, lease: Lease) -> None:
         super()._touch(lease)
         for span in lease.plan.spans:
+            if span.generation:
+                self._sessions.touch(int(span.donor[1:]), self.tree.eviction_key(lease.priority))
+                continue
             node = self._donors.named(int(span.donor))
             if node is not None:
                 self.tree.touch(node, lease.priority, hits=1)
@@ -165,6 +224,7 @@ class FuzzyCache(RadixCache):
     def check_structure(self) -> None:
         super().check_structure()
         self._donors.check(self.tree)
+        self._sessions.check()
 
     def _provider(self) -> Guard:
         name, donors = self._config.provider, LentDonors(self._donors)
@@ -193,7 +253,7 @@ class FuzzyCache(RadixCache):
         config, length = self._config, len(view.tokens)
         if length - config.min_suffix - exact < config.min_span or self._is_healed(view, exact):
             return []
-        runs = []
+        runs: list[Candidate] = []
         claims, others = split_tiers(self._guard.match(view, exact))
         for claim in claims:
             run = self._donors.verified(view, claim)
@@ -201,19 +261,25 @@ class FuzzyCache(RadixCache):
                 self._guard.refuse(claim)
             else:
                 runs.append(run)
+        if config.session_donors:
+            runs += self._sessions.find(view, exact, config.time_budget_ms / 2000)
         pieces = plan_spans(runs, length, exact, config)
         if not others or not view.semantic:
             return pieces
         return self.paraphrases.fill(view, exact, pieces, others)
 
-    def _realize(self, lease: RadixLease, pieces: list[Candidate], recompute: float) -> None:
+    def _realize(self, lease: RadixLease, pieces: list[Candidate], view: RequestView) -> None:
         """Copy the donors' KV into pages of the lease's own; if that fails, it stays exact."""
         nodes = [self._donors.node(piece.page) for piece in pieces]
         self._pin(lease, [node for node in nodes if node is not None])
+        self._sessions.hold(
+            lease, [piece.segment for piece in pieces if isinstance(piece, SessionCandidate)]
+        )
         exact_pages = len(lease.pages)
         # Evicts others if need be; the donors are locked.
-        if self.grow(lease, pieces[-1].end) and not self._move(lease, pieces, recompute):
+        if self.grow(lease, pieces[-1].end) and not self._move(lease, pieces, view):
             self._shrink(lease, exact_pages)
+        self._sessions.let_go(lease)
         self._pin(lease, ())
 
     @atomic
@@ -233,23 +299,31 @@ class FuzzyCache(RadixCache):
         self.pool.drop(lease.pages[pages:])
         lease.truncate(pages)
 
-    def _move(self, lease: RadixLease, pieces: list[Candidate], recompute: float) -> bool:
-        """Fill the lease's pages and set its plan; False, and no new plan, if that fails."""
-        size, spans, runs = self.page_size, [], []
+    def _move(self, lease: RadixLease, pieces: list[Candidate], view: RequestView) -> bool:
+        """Fill the lease's pages and let its plan say so; False, and no new plan, if that fails."""
+        size, spans, runs, continued = self.page_size, [], [], []
         for piece in pieces:
-            node = self._donors.node(piece.page)
-            assert node is not None  # locked
-            donor = str(node.order)
-            spans.append(Span(piece.start, piece.length, donor, piece.donor_start, piece.tier))
+            span, sources, earlier = self._donor_of(piece)
+            spans.append(span)
+            if len(earlier) and np.array_equal(
+                earlier, view.tokens[span.start - len(earlier) : span.start]
+            ):
+                continued.append(span)
             runs.append(
                 MoveRun(
-                    sources=self._donors.slots(piece),
+                    sources=sources,
                     targets=slots_of(lease.pages, size, piece.start, piece.end),
                     delta=piece.start - piece.donor_start,
                     zeroed=self._guard.zeroed_layers,
                 )
             )
-        chosen, deferred = choose(spans, recompute, self._config.refresh_strategy)
+        chosen, deferred = choose(
+            spans,
+            self._share(view),
+            self._config.refresh_strategy,
+            self._config.refresh_tokens,
+            continued,
+        )
         plan = Plan(lease.plan.length, lease.plan.exact, tuple(spans), chosen, deferred)
         try:
             self._mover.move(runs)
@@ -262,6 +336,21 @@ class FuzzyCache(RadixCache):
             return False
         lease.plan = plan
         return True
+
+    def _donor_of(self, piece: Candidate) -> tuple[Span, IntArray, IntArray]:
+        """The span that `piece` becomes, its donor's slots, and the text before it there."""
+        first = max(0, piece.donor_start - min(_NEAR, piece.start))
+        if isinstance(piece, SessionCandidate):
+            segment = piece.segment
+            donor, generation = f"s{segment.number}", segment.generation
+            slots, earlier = self._sessions.slots(piece), segment.text[first : piece.donor_start]
+        else:
+            node = self._donors.node(piece.page)
+            assert node is not None  # locked
+            donor, generation, slots = str(node.order), 0, self._donors.slots(piece)
+            earlier = self._donors.tokens(piece.page, first)[: piece.donor_start - first]
+        span = Span(piece.start, piece.length, donor, piece.donor_start, piece.tier, generation)
+        return span, slots, earlier
 
 
 def split_tiers(candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:

@@ -9,7 +9,7 @@ is `engine.execution.selective_recompute`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,24 +73,33 @@ STRATEGIES = {
 
 
 def choose(
-    spans: Sequence[Span], share: float, strategy: str
+    spans: Sequence[Span],
+    share: float,
+    strategy: str,
+    seam_tokens: int = 0,
+    continued: Collection[Span] = (),
 ) -> tuple[IntArray, DeferredRecompute | None]:
     """Positions to compute again, and what the forward pass selects of `share` x all moved tokens.
 
-    Tokens just behind an edit come first whatever the strategy: they would carry the
-    donor's fact into the recipient's answer. Paraphrases are served whole, as they were verified: a
-    mix of two wordings may have a meaning that neither has.
+    The first `seam_tokens` of every moved span are computed again, up to half of it, except for
+    spans in `continued`, whose nearest earlier text is the donor's own. They come beside `share`.
+    Tokens just behind an edit come first in the share whatever the strategy: they would carry the
+    donor's fact into the recipient's answer. Paraphrases are served whole, as they were verified:
+    a mix of two wordings may have a meaning that neither has.
     """
     spans = [span for span in spans if span.tier is Tier.MOVED]
     if not spans:
         return np.zeros(0, np.int32), None
     lengths = np.array([span.length for span in spans])
+    seams = np.array([0 if span in continued else seam_tokens for span in spans])
+    seams = np.minimum(seams, lengths // 2)
     budget = round(share * int(lengths.sum()))
-    nothing = np.zeros_like(lengths)
-    heads = _levelled(nothing, np.minimum(lengths, _FOLLOWERS) * _edited(spans), budget)
+    edits = np.minimum(lengths, _FOLLOWERS) * _edited(spans)
+    heads = np.maximum(seams, _levelled(np.zeros_like(lengths), edits, budget))
+    total = min(budget + int(seams.sum()), int(lengths.sum()))
     if not STRATEGIES[strategy].deferred:
-        return _first(spans, _levelled(heads, lengths, budget)), None
-    left = budget - int(heads.sum())
+        return _first(spans, _levelled(heads, lengths, total) if budget else heads), None
+    left = total - int(heads.sum()) if budget else 0
     return _first(spans, heads), DeferredRecompute(strategy, left) if left > 0 else None
 
 

@@ -17,7 +17,7 @@ from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.events import KVEvent
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.lease import Lease, RequestView
+from kvweave.prefix.lease import Lease, Namespace, RequestView
 
 if TYPE_CHECKING:
     from kvweave.prefix.tree_snapshot import TreeSnapshot
@@ -129,6 +129,16 @@ class PrefixCache(ABC):
         duplicates are dropped. Publishing the same progress twice changes nothing. `tokens` may be
         longer than `computed`; it begins with the view's tokens.
         """
+
+    def retain(self, lease: Lease, tokens: IntArray, computed: int) -> None:  # noqa: B027
+        """The lease's request has ended with `tokens[:computed]` computed; release follows.
+
+        A backend may keep KV of it that is of use to a later request of the lease's session.
+        """
+
+    def close_session(self, namespace: Namespace, session: str) -> int:
+        """Forget what was retained for a session; returns how many tokens."""
+        return 0
 
     @abstractmethod
     def release(self, lease: Lease) -> None:

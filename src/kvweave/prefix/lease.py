@@ -37,7 +37,8 @@ class RequestView:
     `recompute` is the share of it to compute again, None the configured one. From position
     `protected_from` on, where the last question begins, nothing may be served in other words; None:
     nobody knows where that is, and the cache is careful. `semantic` False forbids to compare its
-    meaning with anybody's, now or later.
+    meaning with anybody's, now or later. Requests of one `session` may lend each other what they
+    computed behind moved text.
     """
 
     rid: str
@@ -49,6 +50,7 @@ class RequestView:
     protected_from: int | None = None
     recompute: float | None = None
     semantic: bool = True
+    session: str | None = None
 
 
 class Lease:
@@ -68,6 +70,7 @@ class Lease:
         "published",
         "rid",
         "semantic",
+        "session",
     )
 
     def __init__(self, view: RequestView, plan: Plan, pages: IntArray) -> None:
@@ -75,6 +78,7 @@ class Lease:
         self.namespace = view.namespace
         self.priority = view.priority
         self.semantic = view.semantic
+        self.session = view.session
         self.plan = plan
         self.published = plan.exact
         """Tokens already handed to the cache (or taken from it); a multiple of the page size."""

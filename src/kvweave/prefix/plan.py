@@ -41,6 +41,9 @@ class Span:
     donor: str
     donor_start: int
     tier: Tier = Tier.MOVED
+    generation: int = 0
+    """0: the donor is exact. Else it was computed behind moved text, which itself was moved from
+    donors of the generation before."""
 
     @property
     def end(self) -> int:

@@ -24,6 +24,7 @@ CLIENTS_PATHS = frozenset(
     {
         "/tokenize",
         "/detokenize",
+        "/close_session",
         "/health_generate",
         "/model_info",
         "/get_model_info",

@@ -184,7 +184,25 @@ class GenerationBody(_Body):
     fuzzy: bool = True
     fuzzy_refresh: Number | None = Field(None, ge=0, le=1)
     fuzzy_semantic: bool = True
+    prompt_cache_key: CacheSalt | None = None
+    session_id: CacheSalt | None = None
     return_plan: bool = False
+
+    @property
+    def session(self) -> str | None:
+        """What requests share that may lend each other KV that is not exact."""
+        return self.prompt_cache_key if self.session_id is None else self.session_id
+
+    @model_validator(mode="after")
+    def _one_session(self) -> GenerationBody:
+        if None not in (self.prompt_cache_key, self.session_id) and (
+            self.prompt_cache_key != self.session_id
+        ):
+            raise RequestError(
+                "prompt_cache_key and session_id name two sessions: send one of them",
+                param="session_id",
+            )
+        return self
 
     def sampling(self, **more: Any) -> SamplingParams:
         """The engine's parameters; fields that the client left out keep the engine's defaults."""
@@ -341,6 +359,13 @@ class DetokenizeBody(_Body):
     model: str | None = None
     tokens: list[int]
     skip_special_tokens: bool = False
+
+
+class SessionBody(_Body):
+    """POST /close_session."""
+
+    session_id: CacheSalt
+    cache_salt: CacheSalt | None = None
 
 
 class AbortBody(_Body):

@@ -131,7 +131,13 @@ class Envelope:
         """Where the KV of a prompt came from, as spans; tokens outside all spans were computed."""
         # Usage is that of the first admission, the spans are those of the latest.
         cached = min([delta.usage.cached_tokens, *(span.start for span in delta.plan)])
-        exact = {"start": 0, "length": cached, "tier": Tier.EXACT.value, "donor": None}
+        exact = {
+            "start": 0,
+            "length": cached,
+            "tier": Tier.EXACT.value,
+            "donor": None,
+            "generation": 0,
+        }
         spans = [{"prompt": place, **exact, "donor_start": 0}] if cached else []
         for span in delta.plan:
             spans.append(
@@ -142,6 +148,7 @@ class Envelope:
                     "tier": span.tier.value,
                     "donor": span.donor,
                     "donor_start": span.donor_start,
+                    "generation": span.generation,
                 }
             )
         return spans

@@ -52,6 +52,8 @@ class PlanSpan(BaseModel):
     tier: Tier
     donor: str | None
     donor_start: int
+    generation: int
+    """0: from exact KV; else how often KV of the session was computed behind KV of its own."""
     answer: int | None = None
     """The choice it is of, where a prompt's answers were served differently."""
 
@@ -220,6 +222,12 @@ class Health(BaseModel):
 class Flushed(BaseModel):
     success: Literal[True]
     message: str
+
+
+class SessionClosed(BaseModel):
+    success: Literal[True]
+    tokens: int
+    """How many tokens were kept for the session alone."""
 
 
 class Aborted(BaseModel):

@@ -49,6 +49,10 @@ class ServingEngine(DeltaSource, Protocol):
         """Drop all cached KV once no request runs; RequestError after `timeout` seconds."""
         ...
 
+    async def close_session(self, session: str, cache_salt: str | None) -> int:
+        """Forget what a session computed behind moved text; returns how many tokens."""
+        ...
+
     def snapshot(self) -> EngineSnapshot:
         """Gauges and counters, as of now."""
         ...
@@ -104,6 +108,7 @@ class Service:
                 protected_from=protected_from,
                 fuzzy_refresh=body.fuzzy_refresh,
                 fuzzy_semantic=body.fuzzy_semantic,
+                session=body.session,
             )
             for place, ids in enumerate(prompts)
         ]

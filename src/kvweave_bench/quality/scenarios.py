@@ -13,7 +13,11 @@ from kvweave_bench.quality import control, decoys, reworded
 from kvweave_bench.quality.writer import Asked, Case, Writer
 
 _PASSAGE = 256
+_SHORTEST = 192
+"""Tokens of the shortest retrieved passage in which a country can be told of."""
 _DOCUMENT = 1024
+_WRAPPER = 512
+"""Tokens left for instruction, question and answer where a document fills the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,15 @@ def several_donors(writer: Writer, _: int) -> Case:
     return _case(mixed[int(writer.rng.integers(len(mixed)))], donors, _joined(mixed), writer)
 
 
+def retrieved(writer: Writer, _: int) -> Case:
+    """Eight passages of 128 to 512 tokens, each known from an earlier prompt of four, any order."""
+    lengths = writer.rng.integers(_SHORTEST, 2 * _PASSAGE + 1, 8)
+    held = [writer.asked(writer.length(int(length))) for length in lengths]
+    donors = tuple(writer.prompt(_joined(part)) for part in (held[:4], held[4:]))
+    mixed = [held[at] for at in writer.rng.permutation(8)]
+    return _case(mixed[int(writer.rng.integers(8))], donors, _joined(mixed), writer)
+
+
 def shifted_header(writer: Writer, _: int) -> Case:
     """A conversation goes on by one turn, behind a system message that has become longer."""
     turns = [writer.asked(writer.length(_PASSAGE)) for _ in range(4)]
@@ -169,6 +182,11 @@ SCENARIOS = (
         build=moved(4 * _DOCUMENT),
     ),
     Scenario(
+        name="moved-8k",
+        summary="one document of 8,000 tokens less the wrapper behind another wrapper",
+        build=moved(8 * _DOCUMENT - _WRAPPER),
+    ),
+    Scenario(
         name="moved-fact",
         summary="1,024 tokens of mixed sentences behind another wrapper, a fact in them asked for",
         build=moved_fact,
@@ -197,6 +215,11 @@ SCENARIOS = (
         name="multi-donor",
         summary="six passages of 256 tokens out of three earlier prompts",
         build=several_donors,
+    ),
+    Scenario(
+        name="rag-8",
+        summary="eight retrieved passages of 128 to 512 tokens in any order, a fact asked for",
+        build=retrieved,
     ),
     Scenario(
         name="near-duplicate",

@@ -108,9 +108,13 @@ class Session:
         variant: Variant | None,
         slots: int,
         provider: str = "spans",
+        backend: str = "none",
     ) -> None:
-        """`variant` None: the reference without reuse. `slots`: the pool's size in tokens."""
-        backend = "none" if variant is None else variant.backend
+        """`variant` None: a reference, without reuse or with that of an exact `backend`.
+
+        `slots`: the pool's size in tokens.
+        """
+        backend = backend if variant is None else variant.backend
         config = EngineConfig(
             model=model,
             cache=CacheConfig(prefix_cache_backend=backend, max_total_tokens=slots),
@@ -133,11 +137,12 @@ class Session:
         max_tokens: int,
         dictated: Sequence[int] = (),
         protected_from: int | None = None,
+        session: str | None = None,
     ) -> Served:
         """Answer greedily, or with the tokens `dictated` (teacher forcing). Raises KvweaveError."""
         self.recorder.begin(dictated)
         with nullcontext() if dictated else quiet_collector():  # teacher forcing is not timed
-            answer = self._run(prompt, max_tokens, protected_from=protected_from)
+            answer = self._run(prompt, max_tokens, protected_from=protected_from, session=session)
         trace = self.recorder.trace()
         return Served(answer, trace, self._decode(trace.tokens, skip_special_tokens=True))
 
@@ -178,6 +183,7 @@ class Session:
         max_tokens: int,
         fuzzy: bool = True,
         protected_from: int | None = None,
+        session: str | None = None,
     ) -> Answer:
         answer = Answer(prompt)
         request = GenerateRequest(
@@ -186,6 +192,7 @@ class Session:
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
             fuzzy=fuzzy,
             protected_from=protected_from,
+            session=session,
         )
         start = time.perf_counter()
         self.engine.add(request)

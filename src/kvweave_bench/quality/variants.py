@@ -12,8 +12,9 @@ from kvweave.kv.relocation import KVMover, MoveRun, TensorMover
 from kvweave.kv.tensors import KVTensors
 
 COPY, RERUN, ZERO_MASK, UNROTATED = "copy", "rerun", "zero-mask", "unrotated"
+DEFAULT = "default"
 ABLATIONS = (ZERO_MASK, UNROTATED)
-_WITHOUT_BUDGET = (COPY, RERUN, *ABLATIONS)
+_WITHOUT_BUDGET = (COPY, DEFAULT, RERUN, *ABLATIONS)
 _MASKED_SHARE = 0.15
 _RERUN_CHUNK = 192
 
@@ -22,10 +23,11 @@ _RERUN_CHUNK = 192
 class Variant:
     """A strategy of refreshing moved text, and its budget: a share of the reused tokens.
 
-    `copy` refreshes nothing. Two strategies are ablations, which a server does not offer:
-    `zero-mask` blanks the outermost layers of what is moved, `unrotated` leaves keys turned as they
-    were at the donor's positions. `rerun` reuses nothing: the same prompt is computed again, in
-    chunks of another size, which is the noise that any busy server makes.
+    `default` is what a server does without flags. `copy` refreshes nothing. Two strategies are
+    ablations, which a server does not offer: `zero-mask` blanks the outermost layers of what is
+    moved, `unrotated` leaves keys turned as they were at the donor's positions. `rerun` reuses
+    nothing: the same prompt is computed again, in chunks of another size, which is the noise that
+    any busy server makes.
     """
 
     strategy: str
@@ -33,7 +35,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return f"{self.strategy}/{self.budget:g}"
+        return DEFAULT if self.strategy == DEFAULT else f"{self.strategy}/{self.budget:g}"
 
     @property
     def backend(self) -> str:
@@ -45,9 +47,9 @@ class Variant:
 
     @property
     def fuzzy(self) -> FuzzyConfig:
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {} if self.strategy == DEFAULT else {"refresh_tokens": 0}
         if self.strategy not in _WITHOUT_BUDGET:
-            changes = {"refresh": self.budget, "refresh_strategy": self.strategy}
+            changes |= {"refresh": self.budget, "refresh_strategy": self.strategy}
         return replace(FuzzyConfig(), **changes)
 
     @property

@@ -8,17 +8,19 @@ import numpy as np
 
 from kvweave.fuzzy.recompute import STRATEGIES
 from kvweave_bench.base import Bench
+from kvweave_bench.quality import conversation
 from kvweave_bench.quality.chat import Chat
 from kvweave_bench.quality.page import Page, write_page
 from kvweave_bench.quality.pairs import Compared, compare, variants_of
 from kvweave_bench.quality.scenarios import Scenario, choose_scenarios
 from kvweave_bench.quality.summary import in_a_line, rows
-from kvweave_bench.quality.variants import ABLATIONS, COPY, Variant, parse_variants
+from kvweave_bench.quality.variants import ABLATIONS, COPY, DEFAULT, Variant, parse_variants
 from kvweave_bench.quality.writer import Writer
 from kvweave_bench.report import Row, check_writable, describe_machine
 from kvweave_bench.setting import Setting
 
 _VARIANTS = (
+    Variant(DEFAULT),
     Variant(COPY),
     *(Variant(name, 0.15) for name in STRATEGIES),
     *(Variant("mix", budget) for budget in (0.05, 0.3)),
@@ -29,17 +31,28 @@ _VARIANTS = (
 def measure(setting: Setting) -> list[Row]:
     """All scenarios, one after another; the page is written when the last is done."""
     options = setting.options
-    scenarios = choose_scenarios(options.cells)
+    wanted = None if options.cells is None else [w.strip() for w in options.cells.split(",")]
+    sessions = wanted is None or conversation.NAME in wanted
+    names = None if wanted is None else ",".join(w for w in wanted if w != conversation.NAME)
+    scenarios = [] if names == "" else choose_scenarios(names)
     variants = list(_VARIANTS) if options.arms is None else parse_variants(options.arms)
     html = None if options.html is None else Path(options.html)
     if html is not None:
         check_writable(html, "--html")
     found = [_compare(setting, scenario, variants) for scenario in scenarios]
-    if html is not None:
+    measured = _sessions(setting) if sessions else []
+    if html is not None and found:
         machine = describe_machine() | {"texts": setting.text_origins}
         write_page(html, Page(setting.model_name or "", machine, setting.seed, found))
         setting.console.print(f"page written to {html}", highlight=False)
-    return [row for each in found for row in rows(each)]
+    return [*(row for each in found for row in rows(each)), *measured]
+
+
+def _sessions(setting: Setting) -> list[Row]:
+    setting.corpus.rng = np.random.default_rng([setting.seed, *conversation.NAME.encode()])
+    total = conversation.chains(setting) * conversation.turns(setting)
+    with setting.progress(conversation.NAME, total) as advance:
+        return conversation.measure_sessions(setting, advance)
 
 
 def _compare(setting: Setting, scenario: Scenario, variants: list[Variant]) -> Compared:

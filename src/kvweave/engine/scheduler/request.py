@@ -170,6 +170,7 @@ class Sequence:
                 protected_from=protected,
                 recompute=request.fuzzy_refresh,
                 semantic=request.fuzzy_semantic,
+                session=request.session,
             )
         return self._view
 

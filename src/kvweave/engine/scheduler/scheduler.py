@@ -111,6 +111,12 @@ class Scheduler:
             self.running.remove(sequence)
         self._release(sequence, Status.FINISHED)
 
+    def retain(self, sequence: Sequence) -> None:
+        """The sequence has ended well, its lease still held: offer its KV to its session."""
+        lease = sequence.lease
+        if lease is not None and lease.session is not None and not sequence.index:
+            self._cache.retain(lease, sequence.tokens, sequence.frontier)
+
     def give_back(self, lease: Lease) -> None:
         """Release `lease`. A failure is logged, and releasing is tried again in the next step."""
         try:

@@ -22,7 +22,7 @@ from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 from kvweave.server import schemas
 from kvweave.server.errors import error_response
-from kvweave.server.protocol import AbortBody
+from kvweave.server.protocol import AbortBody, SessionBody
 from kvweave.server.schemas import answers
 from kvweave.server.service import Service
 from kvweave.version import __version__
@@ -116,6 +116,13 @@ def admin_router(
     async def flush_cache(timeout: Annotated[float, Query(ge=0, le=3600)] = 0.0) -> dict[str, Any]:
         await engine.flush_cache(timeout)
         return {"success": True, "message": "the cache is empty"}
+
+    @router.post("/close_session", response_model=None, responses=answers(schemas.SessionClosed))
+    async def close_session(body: SessionBody) -> dict[str, Any]:
+        return {
+            "success": True,
+            "tokens": await engine.close_session(body.session_id, body.cache_salt),
+        }
 
     @router.post("/abort_request", response_model=None, responses=answers(schemas.Aborted))
     async def abort_request(body: AbortBody) -> dict[str, Any]:

@@ -1,0 +1,345 @@
+"""Session donors: KV that a session computed behind moved text, lent to that session only.
+
+A request that was served moved text publishes nothing of what it computed behind it. If it belongs
+to a session, that KV may still serve the session's later requests, each token from where it was
+computed and never moved twice:
+
+    turn 2   head │ document (moved) │ question 2, answer 2 (computed: a segment)
+    turn 3   another head │ document (moved) │ question 2, answer 2 (moved) │ question 3, answer 3
+
+A segment is never an exact hit, never a donor for anyone else, and leaves the cache before exact
+KV of the same age.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from kvweave.errors import IntegrityError
+from kvweave.fuzzy.anchors import AnchorTable
+from kvweave.fuzzy.matcher import (
+    PLACES_TRIED,
+    block_hashes,
+    run_around,
+    runs_through,
+    window_hashes,
+)
+from kvweave.fuzzy.provider import Candidate
+from kvweave.kv.journal import atomic
+from kvweave.kv.pool import IntArray, PagePool
+from kvweave.prefix.eviction import Key
+from kvweave.prefix.hash_index import namespace_seed
+from kvweave.prefix.lease import Lease, Namespace, RequestView
+from kvweave.prefix.plan import Plan
+
+SessionKey: TypeAlias = tuple[Namespace, str]
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Positions `first` to `end` of a request's tokens, whose KV was computed in that request."""
+
+    session: SessionKey
+    rid: str
+    number: int
+    text: IntArray
+    """All tokens of the request up to `end` at least: int32, shared by its segments."""
+    first: int
+    end: int
+    pages: IntArray
+    """int32; `pages[0]` holds position `first`."""
+    generation: int
+    """1 behind text moved from exact donors, else 1 more than the donors' own."""
+    used: Key
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCandidate(Candidate):
+    """A verified run of a segment; `page` is the segment's page of the run's last token."""
+
+    segment: Segment = field(kw_only=True, compare=False, repr=False)
+
+
+@dataclass(slots=True)
+class _Session:
+    segments: dict[int, Segment] = field(default_factory=dict)
+    used: float = 0.0
+
+
+class SessionDonors:
+    """All segments, by session. Owns their pages; belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        stride: int,
+        shortest: int,
+        idle_seconds: float,
+        most_generations: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`shortest`: tokens of a segment worth keeping; `most_generations`: 0 for no bound."""
+        self._pool = pool
+        self._stride = stride
+        self._shortest = max(shortest, 2 * stride - 1)
+        self._idle_seconds = idle_seconds
+        self._most_generations = most_generations
+        self._clock = clock
+        self._anchors = AnchorTable(pool.num_pages * pool.page_size, pool.page_size, stride)
+        self._sessions: dict[SessionKey, _Session] = {}
+        self._segments: dict[int, Segment] = {}
+        """By number."""
+        self._at_page: dict[int, Segment] = {}
+        self._made = 0
+        self._held: dict[Lease, Sequence[Segment]] = {}
+        """Segments whose KV is being copied, by the lease that it is copied for."""
+        self._journal = pool.journal
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def pages(self) -> int:
+        """Pages that segments own."""
+        return len(self._at_page)
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages that `evict` could give up now; shared ones become free later."""
+        return self.pages - sum(len(each.pages) for each in self._in_use())
+
+    def resident(self) -> Iterator[IntArray]:
+        """The pages of each segment."""
+        return (segment.pages for segment in self._segments.values())
+
+    # Keeping.
+
+    @atomic
+    def keep(self, lease: Lease, tokens: IntArray, computed: int, used: Key) -> int:
+        """Keep what the lease's request computed of `tokens[:computed]` behind moved text.
+
+        Returns how many tokens. `used` is the eviction key of what is used now.
+        """
+        if lease.session is None or not lease.plan.approximate:
+            return 0
+        generation = 1 + max((span.generation for span in lease.plan.spans), default=0)
+        if self._most_generations and generation > self._most_generations:
+            return 0
+        text = tokens[:computed].copy()
+        text.setflags(write=False)
+        size, kept, free_from = self._pool.page_size, 0, 0
+        for first, end in _computed_runs(lease.plan, computed):
+            first = max(first, free_from)
+            if end - first < self._shortest:
+                continue
+            pages = lease.pages[first // size : -(-end // size)].copy()
+            session = lease.namespace, lease.session
+            self._made += 1
+            self._add(
+                Segment(session, lease.rid, self._made, text, first, end, pages, generation, used)
+            )
+            kept += end - first
+            free_from = -(-end // size) * size  # a page names one segment
+        return kept
+
+    def _add(self, segment: Segment) -> None:
+        journal, pages = self._journal, segment.pages.tolist()
+        self._pool.share(segment.pages)
+        journal.keys(self._sessions, segment.session)
+        session = self._sessions.setdefault(segment.session, _Session())
+        session.used = self._clock()
+        journal.keys(session.segments, segment.number)
+        session.segments[segment.number] = segment
+        journal.keys(self._segments, segment.number)
+        self._segments[segment.number] = segment
+        journal.keys(self._at_page, *pages)
+        self._at_page.update(dict.fromkeys(pages, segment))
+        journal.on_undone(self._anchors.close, segment.pages)
+        self._anchor(segment)
+
+    def _anchor(self, segment: Segment) -> None:
+        size, stride = self._pool.page_size, self._stride
+        hashes = block_hashes(
+            segment.text[segment.first : segment.end], stride, self._seed(segment.session)
+        )
+        last = segment.first % size + stride - 1 + stride * np.arange(len(hashes))
+        slots = (segment.pages[last // size] * size + last % size).astype(np.int32)
+        self._anchors.open(hashes, slots)
+
+    # Finding.
+
+    def find(self, view: RequestView, exact: int, seconds: float) -> list[SessionCandidate]:
+        """Runs of the prompt behind its first `exact` tokens that the session's segments hold."""
+        session = self._sessions.get((view.namespace, view.session)) if view.session else None
+        if session is None:
+            return []
+        session.used = self._clock()
+        windows = window_hashes(
+            view.tokens[exact:], self._stride, self._seed((view.namespace, str(view.session)))
+        )
+        offsets, anchors = self._anchors.probe(windows)
+        offsets += exact
+
+        def longest_at(hit: int) -> SessionCandidate | None:
+            return self._longest(view, int(offsets[hit]), int(anchors[hit]))
+
+        return runs_through(offsets, self._stride, longest_at, seconds)
+
+    def _longest(self, view: RequestView, offset: int, anchor: int) -> SessionCandidate | None:
+        best = None
+        for slot in self._anchors.slots(anchor, PLACES_TRIED):
+            page, within = divmod(slot, self._pool.page_size)
+            run = self._run_around(view, offset + self._stride - 1, page, within)
+            if run is not None and run.start <= offset and (not best or run.length > best.length):
+                best = run
+        return best
+
+    def _run_around(
+        self, view: RequestView, position: int, page: int, within: int
+    ) -> SessionCandidate | None:
+        """The longest equal run in which the prompt's `position` meets a slot of a segment."""
+        segment = self._at_page[page]
+        if segment.session != (view.namespace, view.session):
+            return None  # two sessions whose blocks have the same hash
+        size = self._pool.page_size
+        index = int(np.flatnonzero(segment.pages == page)[0])
+        donor = (segment.first // size + index) * size + within
+        text = segment.text[segment.first : segment.end]
+        run = run_around(view.tokens, position, text, donor - segment.first)
+        if not run.length:
+            return None
+        donor_start = segment.first + run.donor_start
+        last = segment.pages[(donor_start + run.length - 1) // size - segment.first // size]
+        return SessionCandidate(run.start, run.length, int(last), donor_start, segment=segment)
+
+    def slots(self, run: SessionCandidate) -> IntArray:
+        """The slots of a run, in order: int32 (length)."""
+        size = self._pool.page_size
+        base = run.segment.first // size * size
+        at = np.arange(run.donor_start - base, run.donor_end - base, dtype=np.int32)
+        return run.segment.pages[at // size] * np.int32(size) + at % np.int32(size)
+
+    # Holding and giving up.
+
+    def hold(self, lease: Lease, segments: Sequence[Segment]) -> None:
+        """Keep these segments until `let_go`."""
+        if segments:
+            self._held[lease] = segments
+
+    def let_go(self, lease: Lease) -> None:
+        """The lease holds no segments any more; harmless if it held none."""
+        self._held.pop(lease, None)
+
+    def _in_use(self) -> set[Segment]:
+        return {segment for segments in self._held.values() for segment in segments}
+
+    def touch(self, number: int, used: Key) -> None:
+        """The segment was used just now; harmless if it is gone."""
+        segment = self._segments.get(number)
+        if segment is not None:
+            self._journal.fields(segment, "used")
+            segment.used = used
+
+    def oldest(self) -> Segment | None:
+        """The segment with the smallest eviction key, of those that nobody holds."""
+        in_use = self._in_use()
+        free = (each for each in self._segments.values() if each not in in_use)
+        return min(free, key=lambda each: each.used, default=None)
+
+    @atomic
+    def drop(self, segment: Segment) -> int:
+        """Forget a segment that nobody holds; returns how many pages became free."""
+        if segment in self._in_use():
+            raise IntegrityError(f"segment {segment.number} was dropped while it is held")
+        journal, session = self._journal, self._sessions[segment.session]
+        pages = segment.pages.tolist()
+        journal.keys(self._at_page, *pages)
+        for page in pages:
+            del self._at_page[page]
+        journal.keys(session.segments, segment.number)
+        del session.segments[segment.number]
+        if not session.segments:
+            journal.keys(self._sessions, segment.session)
+            del self._sessions[segment.session]
+        journal.keys(self._segments, segment.number)
+        del self._segments[segment.number]
+        journal.on_undone(self._anchor, segment)
+        self._anchors.close(segment.pages)
+        return self._pool.drop(segment.pages)
+
+    def close(self, session: SessionKey) -> int:
+        """Forget a session; returns its tokens. Segments in use go when they are given back."""
+        return self._drop_all(list(self._of(session)))
+
+    def healed(self, namespace: Namespace, rid: str, tokens: int) -> None:
+        """The first `tokens` of request `rid` are exact by now: what they hold is not needed."""
+        self._drop_all(
+            [
+                each
+                for each in self._segments.values()
+                if each.rid == rid and each.session[0] == namespace and each.end <= tokens
+            ]
+        )
+
+    def expire(self) -> None:
+        """Forget the sessions that have been idle for too long."""
+        before = self._clock() - self._idle_seconds
+        for session in [key for key, each in self._sessions.items() if each.used < before]:
+            self.close(session)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._drop_all(list(self._segments.values()))
+
+    def _drop_all(self, segments: Iterable[Segment]) -> int:
+        tokens = 0
+        for segment in segments:
+            if segment not in self._in_use():
+                tokens += segment.end - segment.first
+                self.drop(segment)
+        return tokens
+
+    def _of(self, session: SessionKey) -> Iterable[Segment]:
+        found = self._sessions.get(session)
+        return found.segments.values() if found is not None else ()
+
+    def _seed(self, session: SessionKey) -> int:
+        namespace, key = session
+        salted = Namespace(namespace.model, namespace.adapter, repr((namespace.salt, key)))
+        return namespace_seed(salted)
+
+    # Proving.
+
+    def check(self) -> None:
+        """Recompute what is counted; IntegrityError where it differs."""
+        self._anchors.check()
+        grouped = [each for group in self._sessions.values() for each in group.segments.values()]
+        pages = [page for each in grouped for page in each.pages.tolist()]
+        problems = {
+            "sessions": {id(each) for each in grouped}
+            != {id(each) for each in self._segments.values()},
+            "pages": sorted(pages) != sorted(self._at_page),
+            "held segments": not self._in_use() <= set(grouped),
+        }
+        wrong = [name for name, is_wrong in problems.items() if is_wrong]
+        if wrong:
+            raise IntegrityError(f"the session donors are wrong in {', '.join(wrong)}")
+
+
+def _computed_runs(plan: Plan, computed: int) -> Iterator[tuple[int, int]]:
+    """Runs of positions below `computed` that no span serves, behind the first span; ascending.
+
+    What stands before it is exact, and published page by page.
+    """
+    at = plan.spans[0].end
+    for span in plan.spans[1:]:
+        if at < span.start:
+            yield at, min(span.start, computed)
+        at = span.end
+    if at < computed:
+        yield at, computed
