@@ -16,7 +16,7 @@ HASHES = [0, 1, 2**63, 2**64 - 1, *(i << 60 | 5 for i in range(4)), 5, 6, 7]
 """Some equal in their highest bits, which choose the bucket, some not."""
 
 
-class Doors(RuleBasedStateMachine):
+class Anchors(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = AnchorTable(PAGES * SIZE, SIZE, STRIDE)
@@ -60,8 +60,8 @@ class Doors(RuleBasedStateMachine):
         self.table.check()
 
 
-TestDoors = Doors.TestCase
-TestDoors.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnchors = Anchors.TestCase
+TestAnchors.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_room_grows_beyond_what_was_expected() -> None:
