@@ -41,6 +41,11 @@ class Registry:
         except Exception as error:
             raise ConfigError([f"the {self._kind} {name!r} does not start: {error}"]) from error
 
+    def check(self, name: str, *arguments: Any) -> None:
+        """ConfigError if `name` needs a package that is not installed; `make` would fail later."""
+        if (check := getattr(self._factory(name), "check_installed", None)) is not None:
+            check(*arguments)
+
     def _factory(self, name: str) -> Any:
         if name in self._built_in:
             return load(self._built_in[name])

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
 import kvweave
 from kvweave.cli.main import main
+from kvweave.config.model import _lacks_cuda
 from kvweave.errors import UnsupportedModelError
 
 
@@ -119,11 +121,34 @@ def test_info_shows_facts_about_a_model(tiny_folder, capsys):
     assert facts["attention"].startswith("cpu")
 
 
-def test_help_loads_no_torch():
-    code = (
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["serve", "--help"], 0, ""),
+        (["bench", "--list"], 0, ""),
+        (["serve", "--model", "/no/such/folder"], 2, "no folder or GGUF file /no/such/folder"),
+        (["info", "--model", "./none.gguf"], 2, "no folder or GGUF file ./none.gguf"),
+        (["generate", "--device", "gpu", "x"], 2, "--device is one of auto, cpu, cuda"),
+        (["serve", "--device", "cuda"], 2, "--device cuda cannot be used"),
+        (["chat", "--max-total-tokens", "8"], 2, "holds no page of --page-size 16"),
+        (
+            [*("serve", "--prefix-cache-backend", "fuzzy_match", "--fuzzy-provider", "semblend")],
+            2,
+            "--fuzzy-provider semblend is not installed",
+        ),
+    ],
+)
+def test_help_and_early_errors_load_no_torch(arguments, code, words):
+    if "cuda" in arguments and not _lacks_cuda():
+        pytest.skip("this machine has a GPU driver")
+    if "semblend" in arguments and find_spec("semblend") is not None:
+        pytest.skip("semblend is installed")
+    program = (
         "import sys; from kvweave.cli.main import main\n"
-        "try: main(['serve', '--help'])\n"
-        "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules, 'help would take seconds'"
+        f"try: main({arguments!r})\n"
+        "except SystemExit as left: code = left.code\n"
+        "assert 'torch' not in sys.modules, 'it would take seconds'\n"
+        "sys.exit(code)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, words in done.stderr) == (code, True), done.stderr

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvweave.cli.flags import takes_settings
-from kvweave.cli.session import loading_bar
+from kvweave.cli.session import check_machine, loading_bar
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, ModelConfig
 from kvweave.plugins import choices_of
 from kvweave.version import __version__
@@ -30,6 +30,7 @@ _FACTS = ("right cold", "warm", "misled")
 @takes_settings(model=ModelConfig)
 def info(model: ModelConfig) -> None:
     """Show versions, hardware, backends, and what is known of a model."""
+    check_machine(EngineConfig(model=model))
     import torch  # imported here: it takes seconds
     import transformers
 
@@ -92,6 +93,7 @@ def _model_facts(loaded: Any) -> dict[str, str]:
 @takes_settings(model=ModelConfig, fuzzy=FuzzyConfig)
 def check_model(model: ModelConfig, fuzzy: FuzzyConfig) -> None:
     """Measure whether a model stands it that text moves; exit code 1 if it does not."""
+    check_machine(EngineConfig(model=model, fuzzy=fuzzy))
     # Imported here: torch and the models' code take seconds to load.
     from kvweave.engine.selfcheck import gate
     from kvweave.models import load_model

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvweave.cli.flags import takes_settings
-from kvweave.cli.session import load_engine
+from kvweave.cli.session import check_machine, load_engine
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.errors import ConfigError
 
@@ -29,6 +29,8 @@ def serve(
     engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig, given: frozenset[str]
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
+    if cluster.replicas == 1:
+        check_machine(engine)
     from kvweave.server.connections import with_files
     from kvweave.server.logs import configure_logging
     from kvweave.server.run import bind

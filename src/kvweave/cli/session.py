@@ -14,7 +14,8 @@ from rich.progress import Progress as Bars
 
 from kvweave.config import EngineConfig
 from kvweave.config.base import flag, flag_name, values_of
-from kvweave.errors import RequestError
+from kvweave.errors import ConfigError, RequestError
+from kvweave.plugins import BACKENDS, FUZZY_PROVIDERS
 
 if TYPE_CHECKING:
     from kvweave.engine.async_engine import AsyncEngine
@@ -78,8 +79,21 @@ class Session:
     """The model's."""
 
 
+def check_machine(config: EngineConfig) -> None:
+    """ConfigError for missing files, devices and packages that are found without loading torch."""
+    found, fuzzy = config.model.missing(), config.fuzzy
+    try:
+        if BACKENDS[config.cache.prefix_cache_backend].moves and fuzzy.max_share > 0:
+            FUZZY_PROVIDERS.check(fuzzy.provider, fuzzy)
+    except ConfigError as error:
+        found += error.problems
+    if found:
+        raise ConfigError(found)
+
+
 def load_engine(config: EngineConfig) -> tuple[AsyncEngine, EngineInfo]:
     """Load and check the model, build the engine. It does not run yet."""
+    check_machine(config)
     # Imported here: torch and the models' code take seconds to load.
     from kvweave.engine.async_engine import AsyncEngine
     from kvweave.engine.engine import Engine

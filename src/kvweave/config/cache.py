@@ -38,6 +38,11 @@ class CacheConfig:
             found.append(
                 f"--mem-fraction-static is a share above 0, up to 1, not {self.mem_fraction_static}"
             )
+        if self.max_total_tokens is not None and 0 < self.max_total_tokens < self.page_size:
+            found.append(
+                f"--max-total-tokens {self.max_total_tokens} holds no page of "
+                f"--page-size {self.page_size}"
+            )
         return found + _events_problems(self.kv_events_config)
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvweave.config.base import flag, positive
+
+_DEVICES = ("auto", "cpu", "cuda", "xpu", "mps", "hpu", "npu", "mtia")
+"""Kinds of torch devices that compute, and "auto"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,4 +49,41 @@ class ModelConfig:
         return tuple(dict.fromkeys(filter(None, names)))
 
     def problems(self) -> list[str]:
-        return positive(self, "context_length")
+        found = positive(self, "context_length")
+        kind, _, number = self.device.partition(":")
+        if kind not in _DEVICES or not (number.isdecimal() or kind == self.device):
+            found.append(
+                f"--device is one of {', '.join(_DEVICES)}, or one with a number as in cuda:1, "
+                f"not {self.device!r}"
+            )
+        return found
+
+    def missing(self) -> list[str]:
+        """Problems of this machine, found without torch. Replicas may run on other machines."""
+        found = []
+        if names_a_path(self.model) and not Path(self.model or "").expanduser().exists():
+            found.append(f"there is no folder or GGUF file {self.model}")
+        if self.device.startswith("cuda") and _lacks_cuda():
+            found.append(f"--device {self.device} cannot be used: this machine has no GPU driver")
+        return found
+
+
+def names_a_path(model: str | None) -> bool:
+    """True for a path of this machine, False for a name of the model hub."""
+    return model is not None and (
+        Path(model).is_absolute()
+        or model.startswith((".", "~"))
+        or model.count("/") > 1
+        or model.endswith(".gguf")
+    )
+
+
+def _lacks_cuda() -> bool:
+    """True if Linux has neither NVIDIA's driver nor AMD's, which torch calls cuda too."""
+    if sys.platform != "linux" or Path("/dev/kfd").exists():
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    return False

@@ -93,15 +93,7 @@ def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
     """Slots of the pool: as configured, or as memory allows and the running requests can use."""
     page_size = config.cache.page_size
     if config.cache.max_total_tokens is not None:
-        tokens = config.cache.max_total_tokens // page_size * page_size
-        if tokens < 1:
-            raise ConfigError(
-                [
-                    f"--max-total-tokens {config.cache.max_total_tokens} holds no page of "
-                    f"--page-size {page_size}"
-                ]
-            )
-        return tokens
+        return config.cache.max_total_tokens // page_size * page_size
     free = free_bytes(loaded.device) * config.cache.mem_fraction_static
     affordable = int(free) // KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype)
     useful = config.scheduler.max_running_requests * loaded.context_length

@@ -10,6 +10,7 @@ import xxhash
 from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, PreTrainedConfig
 
+from kvweave.config.model import names_a_path
 from kvweave.errors import UnsupportedModelError, reason
 from kvweave.models import gguf
 from kvweave.models.cache import Progress
@@ -49,7 +50,7 @@ def find_source(
         return _from_folder(path, progress)
     if path.is_file() or path.suffix == ".gguf":
         return _from_gguf(path, dtype, progress)
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+    if names_a_path(model):
         raise UnsupportedModelError(f"there is no folder or GGUF file {model}")
     return _from_hub(model, revision)
 

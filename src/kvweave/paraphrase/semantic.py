@@ -20,7 +20,7 @@ from kvweave.fuzzy.matcher import common_suffix
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.pool import IntArray
-from kvweave.paraphrase.embedders import Embedder, EmbedderProcess, Vectors
+from kvweave.paraphrase.embedders import Embedder, EmbedderProcess, Vectors, check_embedder
 from kvweave.paraphrase.embedding_queue import EmbeddingQueue
 from kvweave.paraphrase.gate import LONGEST, Cutter, Passage, question_of
 from kvweave.paraphrase.vectors import Entry, VectorIndex
@@ -48,6 +48,11 @@ class SemanticProvider(FuzzyMatchProvider):
     """Nominates donors by the cosine of whole sentences. The gate then compares their facts."""
 
     bounded = True
+
+    @staticmethod
+    def check_installed(config: FuzzyConfig) -> None:
+        """ConfigError if the embedder's package is missing."""
+        check_embedder(config.semantic_embedder)
 
     def __init__(
         self, donors: Donors, config: FuzzyConfig, embedder: Embedder | None = None

@@ -67,6 +67,19 @@ class SemblendProvider(FuzzyMatchProvider):
     look-up may take longer than any time limit.
     """
 
+    @staticmethod
+    def check_installed(config: FuzzyConfig) -> None:
+        """ConfigError if the package is missing or of another version."""
+        try:
+            found = version("semblend")
+        except PackageNotFoundError:
+            raise ConfigError([f"--fuzzy-provider semblend is not installed: {_ADVICE}"]) from None
+        if not OLDEST <= _numbers(found) < BEFORE:
+            window = f"from {_dotted(OLDEST)} to below {_dotted(BEFORE)}"
+            raise ConfigError(
+                [f"--fuzzy-provider semblend is for {window}, not {found}: {_ADVICE}"]
+            )
+
     def __init__(self, donors: Donors, config: FuzzyConfig, adapter: Any = None) -> None:
         """ConfigError if the package is missing, of another version, or does not start."""
         super().__init__(donors, config)
@@ -246,13 +259,7 @@ def _key(namespace: Namespace) -> str:
 
 
 def _made(config: FuzzyConfig) -> Any:
-    try:
-        found = version("semblend")
-    except PackageNotFoundError:
-        raise ConfigError([f"--fuzzy-provider semblend is not installed: {_ADVICE}"]) from None
-    if not OLDEST <= _numbers(found) < BEFORE:
-        window = f"from {_dotted(OLDEST)} to below {_dotted(BEFORE)}"
-        raise ConfigError([f"--fuzzy-provider semblend is for {window}, not {found}: {_ADVICE}"])
+    SemblendProvider.check_installed(config)
     sglang = importlib.import_module("semblend.integration.sglang.provider")
     settings = importlib.import_module("semblend.integration.sglang.config")
     adapter = sglang.SemBlendProviderAdapter(
