@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvweave.config.base import flag
 
 BENCHES = (
     "cold-groups",
@@ -21,22 +23,18 @@ BENCHES = (
 """Names of all benches, in the order in which all of them are run."""
 
 
-def _flag(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """What every bench can be told; the command line is derived from it, like all flags."""
 
-    model: str | None = _flag(None, "Model to measure with; the packaged one without it.")
-    n: int | None = _flag(None, "How many cases or rounds; the bench's own number without it.")
-    seed: int = _flag(0, "Chooses texts and orders; the same seed gives the same prompts.")
-    quick: bool = _flag(False, "A smoke test in seconds: small, few, and no figures to quote.")
+    model: str | None = flag(None, "Model to measure with; the packaged one without it.")
+    n: int | None = flag(None, "How many cases or rounds; the bench's own number without it.")
+    seed: int = flag(0, "Chooses texts and orders; the same seed gives the same prompts.")
+    quick: bool = flag(False, "A smoke test in seconds: small, few, and no figures to quote.")
 
-    html: str | None = _flag(None, "File for a page with plots (bench quality).")
-    cells: str | None = _flag(None, "Kinds of prompts, by commas; all without it (bench quality).")
-    arms: str | None = _flag(
+    html: str | None = flag(None, "File for a page with plots (bench quality).")
+    cells: str | None = flag(None, "Kinds of prompts, by commas; all without it (bench quality).")
+    arms: str | None = flag(
         None, "What is compared, as in copy/0,zero-mask/0; all without it (bench quality)."
     )
 
