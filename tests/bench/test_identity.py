@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvweave.engine.types import Usage
-from kvweave.prefix.plan import Span
+from kvweave.prefix.plan import Reuse, Span
 from kvweave_bench.driver import Answer
 from kvweave_bench.identity import Donors, served_positions
 
@@ -13,7 +13,7 @@ DONOR = np.arange(1000, 1100, dtype=np.int32)
 
 
 def answered(prompt: np.ndarray, *spans: Span, cached: int = 0) -> Answer:
-    usage = Usage(prompt_tokens=len(prompt), cached_tokens=cached)
+    usage = Usage(prompt_tokens=len(prompt), reuse=Reuse(exact=cached))
     return Answer(prompt, [7], [0.1], usage, spans)
 
 

@@ -11,6 +11,7 @@ from kvweave.cli import generate as generate_module
 from kvweave.cli.main import main
 from kvweave.cli.session import Session
 from kvweave.engine.types import Usage
+from kvweave.prefix.plan import Reuse
 from kvweave.server.prompts import PromptReader
 from support.serverkit import TEXT, FakeEngine, toy_card
 
@@ -76,7 +77,7 @@ def chat_with(monkeypatch, *lines):
 
 
 def test_a_conversation_keeps_its_messages_and_reports_cache_hits(engine, capsys, monkeypatch):
-    engine.usage = Usage(cached_tokens=16, moved_tokens=5)
+    engine.usage = Usage(reuse=Reuse(exact=16, moved=5))
     chat_with(monkeypatch, "first", "", "second", "/new", "third", "/quit")
     out = capsys.readouterr().out
     assert out.count(TEXT[:9]) == 3

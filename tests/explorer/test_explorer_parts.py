@@ -11,7 +11,7 @@ from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
 from kvweave.explorer.history import SOURCES, History, Record, counts, source_runs
 from kvweave.explorer.queries import SURE_TO_BE_FOUND, pieces, shared_runs
 from kvweave.explorer.views import prompt_view
-from kvweave.prefix.plan import Plan, Span, Tier, runs_of
+from kvweave.prefix.plan import Plan, Reuse, Span, Tier, runs_of
 from kvweave.server.metrics import Metrics
 from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.responses import TokenTexts
@@ -65,7 +65,7 @@ def ended(history, prompt, rid="r", answered=True):
     request = GenerateRequest(rid=rid, prompt_ids=tuple(prompt))
     metrics = RequestMetrics(request, Metrics("m", lambda: None), endpoint="test", observer=history)
     if answered:
-        usage = Usage(prompt_tokens=len(request.prompt_ids), cached_tokens=1)
+        usage = Usage(prompt_tokens=len(request.prompt_ids), reuse=Reuse(exact=1))
         metrics.note(OutputDelta("r", 0, "x", (7,), usage))
     metrics.close()
     metrics.close()

@@ -20,6 +20,7 @@ from kvweave.engine.selfcheck.measure import Measured
 from kvweave.engine.types import Usage
 from kvweave.errors import EngineDeadError
 from kvweave.explorer.app import build_app
+from kvweave.prefix.plan import Reuse
 from kvweave.server.logs import JsonFormatter
 from support.serverkit import FakeEngine, RunningServer, eventually, toy_card
 
@@ -256,7 +257,7 @@ def test_aborting_ends_an_answer_where_it_is(client, engine):
 def test_the_log_has_numbers_and_never_text(server, client, engine, caplog):
     server.app.state.service.config = ServerConfig(log_requests=True)
     caplog.set_level(logging.INFO, "kvweave.server.requests")
-    engine.usage = Usage(cached_tokens=3)
+    engine.usage = Usage(reuse=Reuse(exact=3))
     client.post("/v1/completions", json={"prompt": "secret", "max_tokens": 4, "rid": "mine"})
     server.app.state.service.config = server.config
     [line] = [record.getMessage() for record in caplog.records if "rid=mine" in record.getMessage()]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvweave.engine.types import Usage
-from kvweave.prefix.plan import Span
+from kvweave.prefix.plan import Reuse, Span
 from support.serverkit import TEXT, complete, events
 
 
@@ -56,7 +56,7 @@ def test_every_spelling_of_a_prompt_reaches_the_engine_as_token_ids(client, engi
 
 def test_choices_of_several_prompts_with_n_are_in_order_and_prompts_count_once(client, engine):
     engine.answer = lambda request, index: f"{len(request.prompt_ids)}{index}"
-    engine.usage = Usage(cached_tokens=1, moved_tokens=2)
+    engine.usage = Usage(reuse=Reuse(exact=1, moved=2))
     answer = complete(client, prompt=["abc", "abcd"], n=2)
     assert [choice["text"] for choice in answer["choices"]] == ["30", "31", "40", "41"]
     assert answer["usage"]["prompt_tokens"] == 7
@@ -165,7 +165,7 @@ def test_choices_of_a_stream_have_the_numbers_of_a_plain_answer(client, engine):
 
 
 def test_a_stream_with_usage_ends_with_it_and_has_null_before(client, engine):
-    engine.usage = Usage(cached_tokens=4)
+    engine.usage = Usage(reuse=Reuse(exact=4))
     *before, last = events(client, n=2, stream_options={"include_usage": True})
     assert all(event["usage"] is None for event in before)
     assert last["choices"] == []
@@ -197,7 +197,7 @@ def test_a_streamed_echo_scores_the_prompt_in_every_answer(client, engine, late)
 
 
 def test_the_plan_is_told_on_request(client, engine):
-    engine.usage = Usage(cached_tokens=2, moved_tokens=3)
+    engine.usage = Usage(reuse=Reuse(exact=2, moved=3))
     engine.plan = (Span(2, 3, "other", 40),)
     expected = [
         {
@@ -222,7 +222,7 @@ def test_the_plan_is_told_on_request(client, engine):
     streamed = [event["kvweave_plan"] for event in events(client, return_plan=True)[:1]]
     assert streamed == [expected]
     # Preempted before its first token, and less of its prefix was left when it came back.
-    engine.usage = Usage(cached_tokens=4, moved_tokens=3)
+    engine.usage = Usage(reuse=Reuse(exact=4, moved=3))
     assert complete(client, return_plan=True)["kvweave_plan"] == expected
 
 

@@ -4,6 +4,7 @@ import openai
 import pytest
 
 from kvweave.engine.types import Usage
+from kvweave.prefix.plan import Reuse
 from support.serverkit import CONTEXT, TEXT
 
 
@@ -13,7 +14,7 @@ def ai(server):
 
 
 def test_chat(ai, engine):
-    engine.usage = Usage(cached_tokens=5)
+    engine.usage = Usage(reuse=Reuse(exact=5))
     answer = ai.chat.completions.create(
         model="toy",
         messages=[{"role": "user", "content": "Hi"}],

@@ -12,6 +12,7 @@ from kvweave.config import ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.types import Usage
 from kvweave.errors import EngineDeadError, KvweaveError, OverloadedError, RequestError
+from kvweave.prefix.plan import Reuse
 from support.enginekit import make_world
 from support.serverkit import RunningServer, eventually, toy_card, toy_tokenizer
 
@@ -138,7 +139,7 @@ def assert_sums_are_totals(client):
 
 
 def test_histograms_add_up_to_their_counters_however_requests_end(client, engine):
-    engine.usage = Usage(cached_tokens=2, moved_tokens=1)
+    engine.usage = Usage(reuse=Reuse(exact=2, moved=1))
     with counted(client, num_requests_total=1, prompt_tokens_total=5, generation_tokens_total=6):
         client.post("/v1/completions", json=ASK)
     aborted = {"num_requests_total": 1, "num_aborted_requests_total": 1}

@@ -217,9 +217,7 @@ class FakeEngine:
             logprobs=scores,
             usage=Usage(
                 prompt_tokens=len(request.prompt_ids),
-                cached_tokens=self.usage.cached_tokens,
-                moved_tokens=self.usage.moved_tokens,
-                paraphrase_tokens=self.usage.paraphrase_tokens,
+                reuse=self.usage.reuse,
             ),
             plan=self.plans.get(index, self.plan) if first else (),
             **more,

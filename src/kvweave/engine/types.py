@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal
 
 from kvweave.errors import RequestError
-from kvweave.prefix.plan import Span
+from kvweave.prefix.plan import Reuse, Span
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -199,12 +199,28 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0
-    """Exact reuse only; at most prompt_tokens - 1."""
-    moved_tokens: int = 0
-    paraphrase_tokens: int = 0
-    """Served in other words than the prompt's own."""
-    refreshed_tokens: int = 0
+    reuse: Reuse = Reuse()
+    """Its exact part is at most prompt_tokens - 1."""
+
+    # The names that clients know:
+
+    @property
+    def cached_tokens(self) -> int:
+        """Exact reuse only."""
+        return self.reuse.exact
+
+    @property
+    def moved_tokens(self) -> int:
+        return self.reuse.moved
+
+    @property
+    def paraphrase_tokens(self) -> int:
+        """Served in other words than the prompt's own."""
+        return self.reuse.paraphrase
+
+    @property
+    def refreshed_tokens(self) -> int:
+        return self.reuse.recomputed
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,25 @@ class Span:
         return self.start + self.length
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Prompt tokens by where their KV comes from; the others are computed from nothing."""
+
+    exact: int = 0
+    moved: int = 0
+    paraphrase: int = 0
+    recomputed: int = 0
+    """Inside spans, but computed again; not counted in `moved` or `paraphrase`."""
+
+    def __add__(self, other: Reuse) -> Reuse:
+        return Reuse(
+            self.exact + other.exact,
+            self.moved + other.moved,
+            self.paraphrase + other.paraphrase,
+            self.recomputed + other.recomputed,
+        )
+
+
 def _no_positions() -> IntArray:
     return np.zeros(0, np.int32)
 
@@ -143,6 +162,12 @@ class Plan:
         recomputed = np.diff(np.searchsorted(self.recompute, edges), axis=1)
         served = int(np.diff(edges, axis=1).sum() - recomputed.sum())
         return served - self.deferred.budget if self.deferred and tier is Tier.MOVED else served
+
+    @property
+    def reuse(self) -> Reuse:
+        """All of this, counted."""
+        moved, paraphrase = self.served_by(Tier.MOVED), self.served_by(Tier.PARAPHRASE)
+        return Reuse(self.exact, moved, paraphrase, self.recomputed)
 
     @property
     def recomputed(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
 from kvweave.errors import RequestError, reason
-from kvweave.prefix.plan import Span
+from kvweave.prefix.plan import Reuse, Span
 from kvweave.server.logs import LogFields
 from kvweave.server.metrics import Metrics
 
@@ -122,10 +122,7 @@ class RequestMetrics:
                     endpoint=self.endpoint,
                     outcome=self.outcome,
                     prompt_tokens=self.usage.prompt_tokens,
-                    cached_tokens=self.usage.cached_tokens,
-                    moved_tokens=self.usage.moved_tokens,
-                    paraphrase_tokens=self.usage.paraphrase_tokens,
-                    refreshed_tokens=self.usage.refreshed_tokens,
+                    **reuse_fields(self.usage.reuse),
                     completion_tokens=self.completion_tokens,
                     first_token_ms=_milliseconds(self.first_token_seconds),
                     total_ms=_milliseconds(self.total_seconds),
@@ -140,22 +137,25 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 def usage_body(metrics: Iterable[RequestMetrics]) -> dict[str, Any]:
     """OpenAI's usage object over all prompts of a request, with the sources of their KV."""
-    prompt = completion = cached = moved = paraphrase = refreshed = 0
+    prompt = completion = 0
+    reuse = Reuse()
     for each in metrics:
         prompt += each.usage.prompt_tokens
-        cached += each.usage.cached_tokens
-        moved += each.usage.moved_tokens
-        paraphrase += each.usage.paraphrase_tokens
-        refreshed += each.usage.refreshed_tokens
         completion += each.completion_tokens
+        reuse += each.usage.reuse
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {
-            "cached_tokens": cached,
-            "moved_tokens": moved,
-            "paraphrase_tokens": paraphrase,
-            "refreshed_tokens": refreshed,
-        },
+        "prompt_tokens_details": reuse_fields(reuse),
+    }
+
+
+def reuse_fields(reuse: Reuse) -> dict[str, int]:
+    """As responses and log lines name it."""
+    return {
+        "cached_tokens": reuse.exact,
+        "moved_tokens": reuse.moved,
+        "paraphrase_tokens": reuse.paraphrase,
+        "refreshed_tokens": reuse.recomputed,
     }

@@ -223,10 +223,7 @@ class SequenceOutput:
             usage=Usage(
                 prompt_tokens=sequence.prompt_length,
                 completion_tokens=sequence.generated,
-                cached_tokens=group.cached_tokens,
-                moved_tokens=group.moved_tokens,
-                paraphrase_tokens=group.paraphrase_tokens,
-                refreshed_tokens=group.refreshed_tokens,
+                reuse=group.reuse,
             ),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

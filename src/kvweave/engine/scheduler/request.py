@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvweave.engine.types import GenerateRequest
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Lease, Namespace, RequestView
-from kvweave.prefix.plan import BoolArray, Plan, Tier
+from kvweave.prefix.plan import BoolArray, Plan, Reuse
 
 
 class Status(Enum):
@@ -24,14 +24,11 @@ class RequestGroup:
 
     __slots__ = (
         "admitted",
-        "cached_tokens",
         "counted_exact",
-        "moved_tokens",
         "namespace",
-        "paraphrase_tokens",
         "prompt_computed",
-        "refreshed_tokens",
         "request",
+        "reuse",
         "running",
         "sequences",
     )
@@ -47,17 +44,14 @@ class RequestGroup:
         self.admitted = False
         self.counted_exact = False
         """The request was counted as exact: no answer of it may be served anything approximate."""
-        self.cached_tokens = self.moved_tokens = self.refreshed_tokens = 0
-        self.paraphrase_tokens = 0
+        self.reuse = Reuse()
+        """Of the first admission; siblings and returns are not counted again."""
 
     def count_reuse(self, plan: Plan) -> None:
-        """Count what the first admission reused; siblings and returns are not counted again."""
+        """Count what the first admission reuses."""
         self.admitted = True
         self.counted_exact = not plan.approximate
-        self.cached_tokens = plan.exact
-        self.paraphrase_tokens = plan.served_by(Tier.PARAPHRASE)
-        self.moved_tokens = plan.served - self.paraphrase_tokens
-        self.refreshed_tokens = plan.recomputed
+        self.reuse = plan.reuse
 
 
 class Sequence:
