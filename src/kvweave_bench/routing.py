@@ -32,6 +32,7 @@ from kvweave.cluster.app import running_engines
 from kvweave.config import CacheConfig, ClusterConfig, EngineConfig, FuzzyConfig, ModelConfig
 from kvweave.engine.types import GenerateRequest, SamplingParams, Usage
 from kvweave.models import packaged
+from kvweave.prefix.plan import Reuse
 from kvweave_bench.measure import row
 from kvweave_bench.report import Report, Row
 
@@ -209,8 +210,7 @@ def _http_ask(base: str) -> Ask:
         details = usage["prompt_tokens_details"]
         return Usage(
             prompt_tokens=usage["prompt_tokens"],
-            cached_tokens=details["cached_tokens"],
-            moved_tokens=details["moved_tokens"],
+            reuse=Reuse(exact=details["cached_tokens"], moved=details["moved_tokens"]),
         )
 
     return ask

@@ -57,15 +57,16 @@ class Reporter:
         """Only on the engine's thread."""
         pool, size, counters = self._cache.pool, self._cache.page_size, self.counters
         # Not `stats()`, which calls providers: servers take a snapshot after every step.
-        cached, healing = self._cache.counters, self._healer.counters
-        evictable, reuse = self._cache.evictable_pages, self._cache.reuse_counts()
+        inspector, evictable = self._cache.inspector, self._cache.evictable_pages
+        cached, reuse = inspector.counters, inspector.reuse_counts()
+        healing = self._healer.counters
         return EngineSnapshot(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             total_tokens=pool.num_pages * size,
             free_tokens=pool.num_free * size,
             used_tokens=(pool.num_pages - pool.num_free - evictable) * size,
-            cached_tokens=self._cache.cached_pages * size,
+            cached_tokens=inspector.cached_pages * size,
             evictable_tokens=evictable * size,
             requests=counters.requests,
             finished=counters.finished,

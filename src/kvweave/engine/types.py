@@ -199,7 +199,7 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    reuse: Reuse = Reuse()
+    reuse: Reuse = field(default_factory=Reuse)
     """Its exact part is at most prompt_tokens - 1."""
 
     # The names that clients know:

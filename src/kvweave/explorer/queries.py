@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvweave.explorer.history import Record, SourceRun
 from kvweave.fuzzy.matcher import EqualRun, TextIndex, window_hashes
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.contract import Declined, Refusal
+from kvweave.prefix.inspector import Declined, Refusal
 from kvweave.prefix.lease import RequestView
 from kvweave.prefix.plan import Tier
 from kvweave.server.responses import TokenTexts
@@ -136,7 +136,7 @@ def declined_paraphrases(engine: Engine, record: Record) -> list[Declined]:
     Runs on the engine's thread; changes nothing.
     """
     found: dict[int, Declined] = {}
-    for each in engine.cache.declined(record.rid):
+    for each in engine.cache.inspector.declined(record.rid):
         if not any(span.start < each.end and each.start < span.end for span in record.spans):
             found.setdefault(each.start, each)
     return [found[start] for start in sorted(found)]
@@ -146,7 +146,9 @@ def _refusal(engine: Engine, record: Record, run: SharedRun) -> Refusal:
     if run.donor.salt != record.salt:
         return Refusal("salt", "the other prompt has another cache_salt")
     view = view_of(engine, record, record.prompt)
-    refusal = engine.cache.refusal(view, record.exact, run.start, run.length, run.donor_start)
+    refusal = engine.cache.inspector.refusal(
+        view, record.exact, run.start, run.length, run.donor_start
+    )
     return refusal or _not_cached(engine, run) or NOTHING
 
 

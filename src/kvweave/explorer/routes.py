@@ -171,7 +171,7 @@ async def _snapshot(service: Service, history: History) -> TreeSnapshot | None:
 
     def snapshot(engine: Engine) -> TreeSnapshot | None:
         prompts = [view_of(engine, record, record.tokens) for record in records]
-        return engine.cache.tree_snapshot(prompts, MOST_NODES)
+        return engine.cache.inspector.tree_snapshot(prompts, MOST_NODES)
 
     return await _on_engine_thread(service, snapshot)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvweave.explorer.history import Record, SourceRun
 from kvweave.explorer.queries import Explained, donor_of, pieces
-from kvweave.prefix.contract import Declined
+from kvweave.prefix.inspector import Declined
 from kvweave.prefix.tree_snapshot import NodeSnapshot, TreeSnapshot
 from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.responses import TokenTexts

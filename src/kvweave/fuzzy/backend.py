@@ -26,8 +26,9 @@ from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.relocation import KVMover, MoveRun
 from kvweave.plugins import BACKENDS, PARAPHRASE_GATE, load
-from kvweave.prefix.contract import CacheOptions, CacheStats, Declined, Refusal, ReuseCounts
+from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.eviction import Key
+from kvweave.prefix.inspector import CacheStats, Declined, Refusal, ReuseCounts
 from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.prefix.plan import Plan, Span, Tier
 from kvweave.prefix.radix import RadixCache, RadixLease

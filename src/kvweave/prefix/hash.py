@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from kvweave.errors import IntegrityError
 from kvweave.kv.journal import Journal, atomic
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.contract import CacheOptions, PrefixCache
+from kvweave.prefix.base import CacheBackend
+from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.events import EventLog, KVEvent
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.hash_index import NO_PARENT, Hasher, HashIndex, xxh3
@@ -29,7 +30,7 @@ class HashLease(Lease):
         journal.fields(self, "live")
 
 
-class HashCache(PrefixCache):
+class HashCache(CacheBackend):
     """Each page is cached under one hash; duplicates converge to the page that came first."""
 
     name = "hash"

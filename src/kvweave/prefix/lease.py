@@ -1,4 +1,17 @@
-"""What a cache is told of a request, and what the request holds of the cache in return.
+"""A request as a cache sees it, and the lease that it holds on pages of the cache.
+
+Whose pages hold a prompt, by token range, and who frees them (pages of 4 tokens):
+
+    position   0          8             16              20        23
+    tokens     | exact    | published   | not published | output ->
+    pages      [ p0 ][ p1 ][ p2 ][ p3 ] [ p4 ]           [ p5 ]
+    owners     cache+lease cache+lease   lease only       lease only
+               `--- path in the tree ---' `-- computed into here --'
+    release    drops the lease's claim on all of them: p4 and p5 are free at once,
+    evict      frees p0 to p3 later, from the tail, once no lease holds them.
+
+    Behind a span (moved or paraphrased KV) nothing is published: those pages are the lease's only.
+    Donor pages that it reads from are `pinned`, and stay the cache's.
 
 No torch here.
 """
@@ -16,7 +29,7 @@ from kvweave.prefix.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What must be equal for two requests to share KV; nothing is ever shared across two.
+    """Two requests share KV only if their namespaces are equal.
 
     Typed fields, never one joined string: ("ab", "c") is not ("a", "bc"), and no salt is not "".
     `model` names identity, revision, dtype and KV layout.
@@ -29,7 +42,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestView:
-    """What a cache may know of a request.
+    """The part of a request that a cache sees.
 
     `tokens` (int32) are all tokens known so far: the prompt, and the output too when a preempted
     request comes back. `max_exact` bounds the exact prefix in tokens (0: compute everything, as

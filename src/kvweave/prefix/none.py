@@ -9,13 +9,14 @@ import numpy as np
 from kvweave.errors import IntegrityError
 from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.contract import PrefixCache, Refusal
+from kvweave.prefix.base import CacheBackend
 from kvweave.prefix.eviction import Key
+from kvweave.prefix.inspector import Refusal
 from kvweave.prefix.lease import Lease, RequestView
 from kvweave.prefix.plan import Plan
 
 
-class NoCache(PrefixCache):
+class NoCache(CacheBackend):
     name = "none"
 
     def match(self, view: RequestView) -> int:

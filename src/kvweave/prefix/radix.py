@@ -10,7 +10,8 @@ import numpy as np
 from kvweave.errors import IntegrityError
 from kvweave.kv.journal import Journal, atomic
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.contract import CacheOptions, PrefixCache
+from kvweave.prefix.base import CacheBackend
+from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.events import KVEvent, TreeEvents
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.lease import Lease, Namespace, RequestView
@@ -96,7 +97,7 @@ class RadixLease(Lease):
         journal.fields(self, "node", "pinned")
 
 
-class RadixCache(PrefixCache):
+class RadixCache(CacheBackend):
     """Every page of the tree is owned by the cache, and by each lease whose path it lies on."""
 
     name = "radix"

@@ -89,7 +89,7 @@ class _Variant:
 
     def rows(self) -> list[Row]:
         """Donors' sentences embedded, and the prompts' own: those were compared, or waited for."""
-        counts = self.cache.stats().provider
+        counts = self.cache.inspector.stats().provider
         n = len(self.first)
         return [
             Row(metric="embedded", arm="on", value=counts["embedded"], unit="sentences", n=n),

@@ -148,7 +148,7 @@ class Scheduler:
         if len({id(sequence) for sequence in alive}) != len(alive):
             raise IntegrityError("a sequence is queued twice")
         held = [s.lease for s in self.running if s.lease is not None]
-        self._cache.check(held + self._owed)
+        self._cache.inspector.check(held + self._owed)
 
     def _continue(self, sequences: Iterable[Sequence]) -> None:
         """Plan the next positions of running sequences, as far as the step's budget goes."""

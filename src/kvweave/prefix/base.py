@@ -1,0 +1,126 @@
+"""What all backends share: growing a lease, counting hits, convergence, and the inspector."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+from kvweave.kv.journal import atomic
+from kvweave.kv.pool import IntArray, PagePool
+from kvweave.prefix.contract import CacheOptions, PrefixCache
+from kvweave.prefix.eviction import Key
+from kvweave.prefix.inspector import CacheInspector, CacheStats, Refusal
+from kvweave.prefix.lease import Lease, RequestView
+
+
+class CacheBackend(PrefixCache, CacheInspector):
+    """Base of the backends; a backend is its own inspector."""
+
+    name: ClassVar[str]
+
+    def __init__(self, pool: PagePool, options: CacheOptions) -> None:
+        self.pool = pool
+        self.options = options
+        self.counters = CacheStats()
+        self._journal = pool.journal
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.page_size
+
+    @property
+    def inspector(self) -> CacheInspector:
+        return self
+
+    def grow(self, lease: Lease, tokens: int, before: Key | None = None) -> bool:
+        need = -(-tokens // self.page_size) - len(lease.pages)
+        if need <= 0:
+            return True
+        short = need - self.pool.num_free
+        if short > 0:
+            if short > self.evictable_pages:
+                return False
+            self.evict(short, before)
+        return self._append(lease, need)
+
+    @atomic
+    def _append(self, lease: Lease, need: int) -> bool:
+        pages = self.pool.alloc(need)
+        if pages is None:
+            return False
+        lease.keep(self._journal)
+        lease.append(pages)
+        return True
+
+    @atomic
+    def record(self, lease: Lease) -> None:
+        counters, plan = self.counters, lease.plan
+        hits = dict(counters.hit_tokens)
+        hits["exact"] = hits.get("exact", 0) + plan.exact
+        for tier in {span.tier for span in plan.spans}:
+            hits[tier.value] = hits.get(tier.value, 0) + plan.served_by(tier)
+        self._journal.fields(counters, "requests", "query_tokens", "hit_tokens")
+        counters.requests += 1
+        counters.query_tokens += plan.length
+        counters.hit_tokens = hits
+        self._touch(lease)
+
+    @abstractmethod
+    def _touch(self, lease: Lease) -> None:
+        """For backends: what serves `lease` was hit once."""
+
+    @abstractmethod
+    def resident(self) -> Iterable[IntArray]:
+        """The pages that the cache itself owns, in any order and grouping, each once."""
+
+    @abstractmethod
+    def check_structure(self) -> None:
+        """Recompute the backend's own sums from scratch; IntegrityError where they differ."""
+
+    def stats(self) -> CacheStats:
+        self.counters.evictable_pages = self.evictable_pages
+        self.counters.cached_pages = self.cached_pages
+        return self.counters
+
+    def refusal(
+        self, view: RequestView, exact: int, start: int, length: int, donor_start: int
+    ) -> Refusal | None:
+        if start != 0 or donor_start != 0:
+            return Refusal("position", "this cache reuses text only where it begins both prompts")
+        if length < self.page_size:
+            return Refusal(
+                "page",
+                f"a shared beginning is reused in whole pages of {self.page_size} tokens; "
+                f"this one has {length}",
+            )
+        return None
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        self.check_structure()
+        self.pool.check([*(lease.pages for lease in leases), *self.resident()])
+
+    def _servable(self, view: RequestView) -> int:
+        """Most tokens that a match may cover: whole pages, not the last token, `max_exact`."""
+        limit = len(view.tokens) - 1
+        if view.max_exact is not None:
+            limit = min(limit, view.max_exact)
+        return max(0, limit) // self.page_size * self.page_size
+
+    def _shareable(self, lease: Lease, computed: int) -> int:
+        """How many of `computed` tokens others may see: whole pages, nothing approximate."""
+        plan = lease.plan
+        if plan.approximate:
+            computed = min(computed, plan.publishable)
+        return computed // self.page_size * self.page_size
+
+    def _converge(self, lease: Lease, first: int, canonical: IntArray) -> None:
+        """Swap the lease's pages from index `first` on for the cache's, which hold the same."""
+        if not len(canonical):
+            return
+        duplicates = lease.pages[first : first + len(canonical)].copy()
+        self._journal.fields(self.counters, "converged_pages")
+        self.pool.share(canonical)
+        lease.replace(first, canonical)
+        self.pool.drop(duplicates)
+        self.counters.converged_pages += len(canonical)
