@@ -19,7 +19,7 @@ def ids(*pages: int) -> IntArray:
 
 
 class Owners(RuleBasedStateMachine):
-    """Owners come and go; the pool must agree with a list of who holds what."""
+    """Owners come and go; the pool must agree with a list of owners."""
 
     def __init__(self) -> None:
         super().__init__()

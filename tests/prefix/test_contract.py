@@ -1,4 +1,4 @@
-"""What every backend promises to its scheduler. `World` compares each step with a naive model."""
+"""The contract of all backends with the scheduler; `World` compares each step with a model."""
 
 from __future__ import annotations
 
@@ -189,15 +189,15 @@ def test_room_can_be_made_of_only_what_is_worth_less_than_an_entry_of_earlier(
     world.serve(text(2, size, seed=1))
     for _ in range(2):  # which hits all but the last page
         world.serve(text(3, size, seed=2), priority=1)
-    standing = world.cache.eviction_key(priority=0)
+    key = world.cache.eviction_key(priority=0)
     world.serve(text(2, size, seed=3))
     client = world.start(text(8, size, seed=4))
-    assert not world.cache.grow(client.lease, 8 * size, standing)
+    assert not world.cache.grow(client.lease, 8 * size, key)
     assert not len(client.lease.pages)
     assert 7 - world.cache.cached_pages == less_worth
     world.forget(less_worth)
-    assert world.cache.grow(client.lease, (1 + less_worth) * size, standing)
-    assert not world.cache.grow(client.lease, (2 + less_worth) * size, standing)
+    assert world.cache.grow(client.lease, (1 + less_worth) * size, key)
+    assert not world.cache.grow(client.lease, (2 + less_worth) * size, key)
     world.check()
     client.release()
     assert world.cache.evict(8) == 7 - less_worth

@@ -1,4 +1,4 @@
-"""Chained hashes, and what happens when two chains have the same one."""
+"""Block hashes, and collisions between two paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.prefix_world import NS, Chaos, World, tokens_of
 class CollidingWorld(World):
     """A hash cache whose hashes collide: it keeps less than it could, so it says itself how much.
 
-    What it serves is compared with the model as ever.
+    KV that it serves is compared with the model as ever.
     """
 
     def __init__(self, page_size: int, num_pages: int, hasher: Hasher) -> None:
@@ -103,7 +103,7 @@ def test_every_field_of_a_namespace_counts(a: Namespace, b: Namespace) -> None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 8), st.integers(0, 5))
-def test_a_chain_can_be_continued_anywhere(tokens: list[int], page_size: int, cut: int) -> None:
+def test_a_path_can_be_continued_anywhere(tokens: list[int], page_size: int, cut: int) -> None:
     whole = list(page_hashes(tokens_of(tokens), page_size, 7))
     assert len(whole) == len(tokens) // page_size
     head = whole[:cut]

@@ -1,4 +1,4 @@
-"""Waiting for whoever is computing the same prefix already."""
+"""Pending prefixes: a request waits while another one computes its prefix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pending(world: World, prompt: np.ndarray, namespace: Namespace = NS) -> int:
     return world.cache.pending_prefix(view, world.cache.match(view))
 
 
-def test_a_waiting_request_is_promised_what_it_shares_with_a_running_one(world: World) -> None:
+def test_the_prefix_shared_with_a_running_request_is_pending(world: World) -> None:
     world.start(PROMPT)
     shared = np.concatenate([PROMPT[: 3 * SIZE + 1], tokens_of([1] * 9)])
     assert pending(world, shared) == 3 * SIZE
@@ -33,16 +33,16 @@ def test_a_waiting_request_is_promised_what_it_shares_with_a_running_one(world: 
     assert pending(world, np.append(PROMPT, np.int32(1))) == 5 * SIZE
 
 
-def test_a_promise_lasts_until_its_last_page_is_published(world: World) -> None:
-    producer = world.start(PROMPT)
+def test_a_prefix_is_pending_until_its_last_page_is_published(world: World) -> None:
+    running = world.start(PROMPT)
     for _ in range(4):
         assert pending(world, PROMPT) == 4 * SIZE
-        producer.compute(SIZE)
+        running.compute(SIZE)
     assert pending(world, PROMPT) == 0
     assert world.match(PROMPT) == 4 * SIZE
 
 
-def test_when_the_producer_dies_the_next_takes_over(world: World) -> None:
+def test_when_the_computing_request_dies_the_next_takes_over(world: World) -> None:
     first = world.start(PROMPT)
     first.compute(SIZE)
     first.release()
@@ -52,18 +52,18 @@ def test_when_the_producer_dies_the_next_takes_over(world: World) -> None:
     assert pending(world, PROMPT) == 4 * SIZE, "and the one after it waits"
 
 
-def test_the_longest_of_several_promises_counts(world: World) -> None:
+def test_the_longest_of_several_pending_prefixes_counts(world: World) -> None:
     for pages in (1, 3, 2):
         world.start(np.concatenate([PROMPT[: pages * SIZE], tokens_of([pages] * SIZE)]))
     assert pending(world, PROMPT) == 3 * SIZE
 
 
-def test_nobody_is_promised_another_namespace(world: World) -> None:
+def test_nothing_is_pending_in_another_namespace(world: World) -> None:
     world.start(PROMPT)
     assert pending(world, PROMPT, Namespace("model", salt="other")) == 0
 
 
-def test_approximate_kv_is_never_promised(world: World) -> None:
+def test_approximate_kv_is_never_pending(world: World) -> None:
     client = world.start(PROMPT)
     client.lease.plan = Plan(len(PROMPT), spans=(Span(2 * SIZE + 1, SIZE, "donor", 0),))
     assert pending(world, PROMPT) == 2 * SIZE
@@ -71,7 +71,7 @@ def test_approximate_kv_is_never_promised(world: World) -> None:
     assert pending(world, PROMPT) == 0
 
 
-def test_less_than_a_page_is_no_promise(world: World) -> None:
+def test_less_than_a_page_is_not_pending(world: World) -> None:
     world.start(PROMPT[: SIZE - 1])
     world.start(PROMPT[:0])
     assert pending(world, PROMPT) == 0
@@ -80,7 +80,7 @@ def test_less_than_a_page_is_no_promise(world: World) -> None:
     assert pending(world, PROMPT[:0]) == 0
 
 
-def test_who_does_not_want_to_wait_is_promised_nothing(world: World) -> None:
+def test_nothing_is_pending_where_waiting_is_off(world: World) -> None:
     eager = World(world.cache.name, SIZE, wait_for_pending=False)
     eager.start(PROMPT)
     assert pending(eager, PROMPT) == 0
@@ -90,9 +90,9 @@ def test_finished_requests_leave_nothing_behind(world: World) -> None:
     for prompt in (PROMPT, PROMPT, PROMPT[:7], PROMPT[:0]):
         world.serve(prompt)
         world.start(prompt).release()
-    producers = world.cache._pending  # type: ignore[attr-defined]
-    assert not producers._groups
-    assert not producers._group_of
+    prefixes = world.cache._pending  # type: ignore[attr-defined]
+    assert not prefixes._groups
+    assert not prefixes._group_of
 
 
 def test_a_shared_cold_prefix_is_prefilled_once(world: World) -> None:

@@ -1,4 +1,4 @@
-"""The radix tree by itself: what it looks like, and what its observers are told."""
+"""The radix tree by itself: its shape, and the calls of its observers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def text(pages: float, page_size: int, seed: int = 0) -> IntArray:
 
 
 class RecordingMover:
-    """Moves nothing, and remembers what it was asked to move."""
+    """Moves nothing, and records every run."""
 
     refusal = None
 
@@ -146,7 +146,7 @@ class World:
         return end
 
     def check(self) -> None:
-        """Everything adds up, and every page holds what whoever reads it expects."""
+        """Everything adds up, and every page holds the KV that its readers expect."""
         self.cache.check([client.lease for client in self.live])
         assert self.cache.cached_pages == len(self.cached)
         resident = self.resident()
@@ -355,14 +355,14 @@ class Chaos:
         """As the model has it: what live requests of the namespace will have in common with us."""
         view, cache = self.view(fuzzy=False), self.world.cache  # prefixes only
         matched = cache.match(view)
-        promised = cache.pending_prefix(view, matched)
-        if not promised:
+        pending = cache.pending_prefix(view, matched)
+        if not pending:
             return
-        assert promised > matched
-        assert promised == max(
+        assert pending > matched
+        assert pending == max(
             _common(view, other, self.world.page_size) for other in self.world.live
         )
-        self.happened["promise"] += 1
+        self.happened["pending"] += 1
 
 
 def _common(view: RequestView, other: Client, page_size: int) -> int:

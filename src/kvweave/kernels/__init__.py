@@ -1,7 +1,6 @@
-"""The compiled kernels: attention over the paged pool, and moving KV, on CPUs.
+"""Bindings of the compiled CPU kernels: attention over the paged pool, and relocation of KV.
 
-`load()` finds the library that setup.py builds, if it was built; callers have a plain torch path
-for when it was not.
+`load()` returns the library that setup.py builds, or None; callers then use plain torch.
 """
 
 from __future__ import annotations
@@ -104,9 +103,9 @@ class Library:
 
 @cache
 def load() -> Library | None:
-    """The kernels, or None; then says why, once."""
+    """The kernels, or None; the reason is logged once."""
     spec = importlib.util.find_spec("kvweave.kernels._native")
-    reason = "they were not built, for want of a C compiler"
+    reason = "they were not built: no C compiler was found"
     if spec is not None and spec.origin is not None:
         try:
             return Library(Path(spec.origin))
@@ -121,11 +120,11 @@ def load() -> Library | None:
 
 
 def _share_openmp() -> None:
-    """Let the kernels' threads be torch's.
+    """Make the kernels use torch's OpenMP threads.
 
-    A second OpenMP runtime would have threads of its own, which fight with torch's for the cores:
-    those spin for a while after each operation. The names in torch's runtime, once global, are the
-    ones that the kernels find first.
+    A second OpenMP runtime would start its own threads, which compete with torch's for the cores:
+    torch's threads spin for a while after each operation. Symbols of torch's runtime, once global,
+    are the first that the kernels resolve.
     """
     folder = Path(torch.__file__).parent
     for places in (folder / "lib", folder.parent / "torch.libs"):

@@ -1,4 +1,4 @@
-"""The shape of KV, layer by layer, and how its keys carry position.
+"""The shape of each layer's KV, and the rotation that its keys carry.
 
 Filled in by `models.inspect` from a loaded model; read by the pool of tensors, by attention and by
 relocation. Numpy only.

@@ -1,8 +1,8 @@
-"""Ownership of KV pages: who holds which page, and when it is free.
+"""The page pool: counts the owners of each KV page, and hands out free pages.
 
 A page is `page_size` consecutive slots. Its count equals its owners: live leases plus, when a
-prefix cache keeps it, the cache itself. Free means zero owners, and only the pool frees. Nothing
-here knows tensors: the pool of numbers stands for the pool of memory.
+prefix cache keeps it, the cache itself. Free means zero owners, and only the pool frees. Pages are
+numbers here; `kv.tensors` holds their memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PagePool:
         self.num_pages = num_pages
         self.journal = Journal()
         self._owners = np.zeros(num_pages, np.int32)
-        # A stack whose top is its end; descending, so that a fresh pool hands out ascending runs,
+        # A stack whose top is its end. Descending: a fresh pool then hands out ascending runs,
         # which attention and copies read as one stream of memory.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = num_pages
@@ -79,7 +79,7 @@ class PagePool:
             return 0
         owners = self._owners[pages] - 1
         if int(owners.min()) < 0:
-            raise IntegrityError("a page was dropped by someone who did not own it")
+            raise IntegrityError("a page was dropped that its caller does not own")
         freed = pages[owners == 0][::-1]
         room = slice(self._num_free, self._num_free + len(freed))
         self.journal.fields(self, "_num_free")

@@ -1,7 +1,7 @@
-"""Relocates KV: copies values, and copies keys rotated to their new positions, in every layer.
+"""Relocation of KV: copies values, and copies keys rotated to their new positions.
 
-A rotary key at position p is its unrotated self turned by p times its frequencies. So at q it is
-the same, turned by q - p more: rotations in a plane add up (RoFormer, arXiv 2104.09864, section 3).
+A rotary key at position p is the unrotated key turned by p times its frequencies. The key at q is
+the key at p turned by q - p more: rotations add up (RoFormer, arXiv 2104.09864, section 3).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where keys and values live: two tensors per layer, addressed by slots, written in place."""
+"""The tensors of keys and values: two per layer, addressed by slot, written in place."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KVTensors:
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> KVTensors:
-        """Tensors that somebody else made, of the shapes above, and goes on using."""
+        """Wraps tensors of the shapes above that belong to another owner, without a copy."""
         view = cls.__new__(cls)
         view.layouts, view.keys, view.values = tuple(layouts), list(keys), list(values)
         view.page_size, view.num_slots = 1, len(keys[0])

@@ -1,7 +1,7 @@
-"""What a cache tells the outside: blocks stored, removed, all cleared.
+"""Cache events: blocks stored, blocks removed, all cleared.
 
-The fields follow vLLM's and SGLang's KV events, so that routers built for them understand ours.
-Only exact pages are ever named.
+The fields follow vLLM's and SGLang's KV events, which lets routers built for
+them read ours. Only exact pages are named.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventSink(Protocol):
-    """Where an engine's events go. Called between steps, so it must neither wait nor raise."""
+    """Receives an engine's events. Called between steps, so it must neither wait nor raise."""
 
     @property
     def dropped(self) -> int:
-        """Batches that went nowhere since start, for lack of room."""
+        """Batches dropped since start, for lack of room."""
         ...
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Take what one step changed, in order."""
+        """Take the events of one step, in order."""
         ...
 
     def close(self) -> None:
-        """Send what was taken, then stop; twice is harmless."""
+        """Send what is queued, then stop; twice is harmless."""
         ...
 
 
@@ -95,7 +95,7 @@ class EventLog:
 
 
 class TreeEvents(EventLog):
-    """Watches a radix tree (`TreeObserver`). Hashes are kept by page, so splits need no care."""
+    """Observes a radix tree (`TreeObserver`). Hashes belong to pages: a split changes nothing."""
 
     def __init__(self, page_size: int, num_pages: int, journal: Journal) -> None:
         super().__init__(page_size, journal)
@@ -104,7 +104,7 @@ class TreeEvents(EventLog):
     def on_store(self, node: Node, first_page: int) -> None:
         parent, seed = None, namespace_seed(node.namespace)
         before = node if first_page else node.parent
-        if before is not None and before.parent is not None:  # a root has no page to hang on to
+        if before is not None and before.parent is not None:  # a root has no pages
             last = first_page - 1 if first_page else -1
             parent = seed = int(self._hashes[before.pages[last]])
         tokens = node.tokens[first_page * self._page_size :]

@@ -1,7 +1,7 @@
-"""Which cached pages go first.
+"""Eviction order of cached pages: policies, and a queue of candidates.
 
-Every policy orders by a rank, and by recency within a rank. Ranks and recency only ever grow, which
-is what lets the queue below refresh its entries lazily.
+Every policy orders by a rank, and by recency within a rank. Both only grow, so the queue can
+refresh its entries lazily.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rank: TypeAlias = Callable[[int, int], int]
 RANKS: dict[str, Rank] = {
     "lru": lambda hits, priority: 0,
     "lfu": lambda hits, priority: hits,
-    # Two segments: whatever was never hit goes before everything that was.
+    # Two segments: entries that were never hit go first.
     "slru": lambda hits, priority: min(hits, 1),
     "priority": lambda hits, priority: priority,
 }

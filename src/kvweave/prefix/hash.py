@@ -1,4 +1,4 @@
-"""Exact reuse by chained page hashes: no tree, one look-up per page."""
+"""The `hash` backend: exact reuse by block hashes, one look-up per page, no tree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvweave.prefix.plan import Plan
 
 
 class HashLease(Lease):
-    """Holds the chain of its published pages."""
+    """Holds its published pages, which are the first of `pages`."""
 
     __slots__ = ("live",)
 
@@ -83,14 +83,14 @@ class HashCache(CacheBackend):
         self._journal.fields(self, "_live")
         lease.live = False
         self._live -= 1
-        chain = self._chain(lease)
-        self.index.touch(chain, lease.priority)
-        self.index.unlock(chain)
+        published = self._published(lease)
+        self.index.touch(published, lease.priority)
+        self.index.unlock(published)
         self.pool.drop(lease.pages)
         lease.clear()
 
     def _touch(self, lease: Lease) -> None:
-        self.index.touch(self._chain(lease), lease.priority, hits=1)
+        self.index.touch(self._published(lease), lease.priority, hits=1)
 
     def eviction_key(self, priority: int) -> Key:
         return self.index.eviction_key(priority)
@@ -134,12 +134,12 @@ class HashCache(CacheBackend):
     def check(self, leases: Iterable[Lease]) -> None:
         leases = [lease for lease in leases if isinstance(lease, HashLease) and lease.live]
         super().check(leases)
-        self.index.check_locks([self._chain(lease) for lease in leases])
+        self.index.check_locks([self._published(lease) for lease in leases])
 
     def _find(self, view: RequestView) -> IntArray:
         return self.index.find(view.namespace, view.tokens[: self._servable(view)])
 
-    def _chain(self, lease: Lease) -> IntArray:
+    def _published(self, lease: Lease) -> IntArray:
         return lease.pages[: lease.published // self.page_size]
 
     def _log_stored(

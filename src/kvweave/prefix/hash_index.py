@@ -1,7 +1,7 @@
-"""Names for pages: one 64-bit hash per page, chained over all that precedes it.
+"""The index of block hashes: one 64-bit hash per page, seeded by the hash of the page before it.
 
 A page's hash is that of its tokens, seeded by its parent's hash; a prompt's first page is seeded by
-its namespace. Equal in every process and on every machine of the same byte order.
+its namespace. Hashes are equal in every process and on machines of the same byte order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
 from kvweave.prefix.lease import Namespace
 
 Hasher: TypeAlias = Callable[[bytes, int], int]
-"""From bytes and a 64-bit seed to a 64-bit hash."""
+"""Maps bytes and a 64-bit seed to a 64-bit hash."""
 
 xxh3: Hasher = xxhash.xxh3_64_intdigest
 
 
 def namespace_seed(namespace: Namespace, hasher: Hasher = xxh3) -> int:
-    """The parent hash of first pages. Absent fields differ from empty ones; fields never blur."""
+    """The parent hash of first pages; an absent field differs from an empty one."""
     seed = 0
     for part in astuple(namespace):
         data = b"" if part is None else b"=" + part.encode("utf-8", "surrogatepass")
@@ -51,7 +51,7 @@ _ABSENT = -2  # parent of what is not cached
 
 
 class HashIndex:
-    """Chains of pages. Whoever holds a chain locks all its pages, from the first on.
+    """Paths of pages, each page with its parent. A holder locks all pages of its path.
 
     Tokens and pages are int32 arrays.
     """
@@ -72,7 +72,7 @@ class HashIndex:
         self._pages: dict[int, int] = {}
         """From hash to page."""
         self._heads: dict[int, Namespace] = {}
-        """First pages, and whose they are."""
+        """First pages, with their namespaces."""
         self._hasher = hasher
         self._hashes = np.zeros(num_pages, np.uint64)
         self._tokens = np.zeros((num_pages, page_size), np.int32)
@@ -87,18 +87,18 @@ class HashIndex:
         self._queue: EvictionQueue[int] = EvictionQueue(self._key, self._is_leaf)
 
     def find(self, namespace: Namespace, tokens: IntArray, parent: int = NO_PARENT) -> IntArray:
-        """The longest cached chain of whole pages of `tokens` behind page `parent`; pure."""
-        nominated = []
+        """The longest cached path of whole pages of `tokens` behind page `parent`; pure."""
+        found = []
         for name in self._names(namespace, tokens, parent):
             page = self._pages.get(name)
             if page is None:
                 break
-            nominated.append(page)
-        pages = np.array(nominated, np.int32)
-        if not len(pages) or (parent == NO_PARENT and self._heads.get(nominated[0]) != namespace):
+            found.append(page)
+        pages = np.array(found, np.int32)
+        if not len(pages) or (parent == NO_PARENT and self._heads.get(found[0]) != namespace):
             return pages[:0]
-        said = tokens[: pages.size * self.page_size].reshape(-1, self.page_size)
-        differ = (self._tokens[pages] != said).any(axis=1)
+        wanted = tokens[: pages.size * self.page_size].reshape(-1, self.page_size)
+        differ = (self._tokens[pages] != wanted).any(axis=1)
         differ |= self._parents[pages] != np.concatenate(([parent], pages[:-1]))
         first = int(differ.argmax())
         return pages[:first] if differ[first] else pages
@@ -106,10 +106,10 @@ class HashIndex:
     def extend(
         self, namespace: Namespace, parent: int, tokens: IntArray, pages: IntArray
     ) -> tuple[IntArray, int]:
-        """Continue the caller's chain, which ends with page `parent`, by `tokens` in `pages`.
+        """Continue the caller's path, which ends with page `parent`, by `tokens` in `pages`.
 
         Returns the pages that were cached already, and how many of those behind them now are too:
-        fewer than asked for if another chain has the next page's hash. Both are locked.
+        fewer than asked for if another path has the next page's hash. Both are locked.
         """
         known = self.find(namespace, tokens, parent)
         self.lock(known)
@@ -125,7 +125,7 @@ class HashIndex:
         return known, len(named)
 
     def lock(self, pages: IntArray) -> None:
-        """Keep a chain until `unlock`."""
+        """Keep the pages of a path until `unlock`."""
         locks = self._locks[pages]
         self._journal.fields(self, "evictable_pages")
         self._journal.items(self._locks, pages)
@@ -133,7 +133,7 @@ class HashIndex:
         self._locks[pages] = locks + 1
 
     def unlock(self, pages: IntArray) -> None:
-        """Undo one `lock` of a chain."""
+        """Undo one `lock` of a path."""
         locks = self._locks[pages] - 1
         if len(pages) and int(locks.min()) < 0:
             raise IntegrityError("a page was unlocked that nobody holds")
@@ -142,12 +142,12 @@ class HashIndex:
         self._locks[pages] = locks
         self.evictable_pages += int(np.count_nonzero(locks == 0))
         if len(pages) and self._is_leaf(last := int(pages[-1])):
-            self._queue.push(last)  # the others have a child: the next of the chain
+            self._queue.push(last)  # the others have a child: the next of the path
 
     def touch(self, pages: IntArray, priority: int = LOWEST, hits: int = 0) -> None:
         """`pages` were used just now, and hit `hits` times.
 
-        What is locked cannot go anyway: it is enough to say so before unlocking.
+        Locked pages are not evicted: a call before `unlock` is enough.
         """
         self._journal.fields(self, "_clock")
         for array in (self._last_used, self._priority, self._hits):
@@ -164,7 +164,7 @@ class HashIndex:
         return names
 
     def eviction_key(self, priority: int) -> Key:
-        """The key of what a request of `priority` would add now: used next, and never hit."""
+        """The key of an entry that a request of `priority` would add now: never hit."""
         return self._rank(0, priority), self._clock + 1
 
     def evict(self, pages: int, before: Key | None = None) -> IntArray:
@@ -224,12 +224,12 @@ class HashIndex:
         if wrong:
             raise IntegrityError(f"the hash index is wrong in {', '.join(wrong)}")
 
-    def check_locks(self, chains: Iterable[IntArray]) -> None:
-        """Prove that `chains`, once per holder, are what is locked and that each is one chain."""
+    def check_locks(self, paths: Iterable[IntArray]) -> None:
+        """Prove that `paths`, one per holder, are what is locked, and that each is one path."""
         expected = np.zeros(len(self._locks), np.int64)
-        for chain in chains:
-            expected[chain] += 1
-            if not np.array_equal(self._parents[chain[1:]], chain[:-1]):
+        for path in paths:
+            expected[path] += 1
+            if not np.array_equal(self._parents[path[1:]], path[:-1]):
                 raise IntegrityError("a request reads pages that do not follow one another")
         wrong = np.flatnonzero((expected != self._locks) & (self._parents != _ABSENT))
         if len(wrong):

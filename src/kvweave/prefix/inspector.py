@@ -29,19 +29,19 @@ class CacheStats:
     evicted_pages: int = 0
     converged_pages: int = 0
     provider: dict[str, float] = field(default_factory=dict)
-    """What the provider of reuse beyond the prefix counts, by name; empty without one."""
+    """Counters of the provider of reuse beyond the prefix, by name; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseCounts:
-    """What is counted of reuse beyond the prefix, since start and by name."""
+    """Counters of reuse beyond the prefix, since start and by name."""
 
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Proposals of other words that were not served, by the kind of reason (a `Declined.kind`)."""
+    """Refused proposals of other words, by the kind of reason (a `Declined.kind`)."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """What became of asking whoever proposes, and of its proposals."""
+    """Calls of the provider by how they ended, and its proposals."""
     provider: Mapping[str, float] = field(default_factory=dict)
-    """What that one tells of itself, as of a prompt a second ago, or of the last one."""
+    """The provider's own figures, at most about a second of prompts old."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A request as a cache sees it, and the lease that it holds on pages of the cache.
 
-Whose pages hold a prompt, by token range, and who frees them (pages of 4 tokens):
+Owners of a prompt's pages, by token range, and when they are freed (pages of 4 tokens):
 
     position   0          8             16              20        23
     tokens     | exact    | published   | not published | output ->
@@ -70,8 +70,8 @@ class Lease:
     """A request's claim on pages and on a place in the cache.
 
     `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`. It is the only block table
-    there is: whoever needs page ids reads them here in the step that uses them, since publishing
-    may replace pages by canonical ones. Backends subclass it for what they must remember.
+    there is. Read page ids here in the step that uses them: publishing may replace pages by
+    canonical ones. Backends subclass it and add their own state.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""No cache: every request computes everything. The reference that the others must equal."""
+"""The `none` backend: every request computes everything; the reference for the others."""
 
 from __future__ import annotations
 

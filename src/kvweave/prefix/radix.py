@@ -1,4 +1,4 @@
-"""Exact reuse through a radix tree: prompts and outputs, shared while still being computed."""
+"""The `radix` backend: exact reuse of prompts and outputs, shared while being computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvweave.prefix.tree_snapshot import TreeSnapshot, take_snapshot
 
 
 class PendingPrefixes:
-    """Leases with prompt pages still to publish, by namespace and first page."""
+    """Leases that still have prompt pages to publish, by namespace and first page."""
 
     def __init__(self, page_size: int, journal: Journal) -> None:
         self._page_size = page_size
@@ -68,7 +68,7 @@ class PendingPrefixes:
         for lease, tokens in group.items():
             end = min(limit, self._target(lease, tokens))
             if end <= best or common_prefix(view.tokens[best : best + size], tokens[best:]) < size:
-                continue  # cannot beat what is promised already: seen at a glance
+                continue  # no longer than the best so far
             best = max(best, common_prefix(view.tokens[:end], tokens) // size * size)
         return best if best > matched else 0
 
@@ -82,7 +82,7 @@ class PendingPrefixes:
 class RadixLease(Lease):
     """Holds the path that ends with `node`, at position `published`; None once released.
 
-    `pinned` are the ends of other paths that it holds as well, whoever made them.
+    `pinned` are the ends of other paths that it holds as well, such as donors'.
     """
 
     __slots__ = ("node", "pinned")

@@ -1,4 +1,4 @@
-"""Makes a prefix cache backend by its name. Names are listed in `kvweave.plugins` only."""
+"""Creates a prefix cache backend by its name; `kvweave.plugins` lists the names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def approximate_backends() -> tuple[str, ...]:
-    """Those whose answers may depend on what else was cached."""
+    """Backends whose answers may depend on what else was cached."""
     return tuple(name for name, backend in BACKENDS.items() if backend.exact is not None)
 
 

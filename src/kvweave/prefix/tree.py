@@ -1,7 +1,7 @@
 """A compressed radix tree over whole pages of tokens, and its nodes.
 
-A path from a root spells a prefix whose KV is cached. The tree knows which page lies where, who
-holds a path and what may go. It owns no pages: that is its cache's job.
+A path from a root spells a prefix whose KV is cached. The tree records pages, locks and eviction
+order. It owns no pages: its cache does.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def shrunk(run: IntArray, length: int) -> IntArray:
 
 
 class TreeObserver(Protocol):
-    """Is told where pages are, as they come, change nodes and go. Must not change the tree."""
+    """Receives pages as they come, change nodes and go. Must not change the tree."""
 
     def on_store(self, node: Node, first_page: int) -> None:
         """`node.pages[first_page:]` are new."""
@@ -131,7 +131,7 @@ class TreeObserver(Protocol):
 class RadixTree:
     """Token runs to pages, one root per namespace. Tokens and pages are int32 arrays.
 
-    Whoever holds a path locks its last node, which locks everything above. Unlocked leaves are
+    A holder of a path locks its last node, which locks everything above. Unlocked leaves are
     evicted page by page, from the tail. Every change is entered in `journal` before it is made.
     """
 
@@ -216,7 +216,7 @@ class RadixTree:
     def cut(self, place: Place) -> Node:
         """The node that ends exactly at `place`; splits one only where it has to.
 
-        The lower part keeps its identity, so that those who hold it need not know.
+        The lower part keeps its identity, so its holders are not affected.
         """
         lower, pages = place
         if pages == len(lower.pages):
@@ -260,9 +260,9 @@ class RadixTree:
         self._tidy(node)
 
     def touch(self, node: Node, priority: int = LOWEST, hits: int = 0) -> None:
-        """The path to `node` was used just now, and hit `hits` times.
+        """The path to `node` is used now, and was hit `hits` times.
 
-        What is locked cannot go anyway: it is enough to say so before unlocking.
+        Locked nodes are not evicted: a call before `unlock` is enough.
         """
         self.journal.fields(self, "_clock")
         self._clock += 1
@@ -273,7 +273,7 @@ class RadixTree:
             at.hits += hits
 
     def eviction_key(self, priority: int) -> Key:
-        """The key of what a request of `priority` would add now: used next, and never hit."""
+        """The key of an entry that a request of `priority` would add now: never hit."""
         return self._rank(0, priority), self._clock + 1
 
     # Changing.
@@ -355,7 +355,7 @@ class RadixTree:
         """Put new pages behind `node`, which the caller has locked; no child begins like them."""
         first = 0
         if node.locks == 1 and not node.children and not node.hits and node.parent is not None:
-            # Nobody else ends here and nobody hit it: the run just grows, as it does in decoding.
+            # No other path ends here, and it was never hit: the run grows, as it does in decoding.
             first = len(node.pages)
             self.journal.fields(node, "tokens", "pages")
             node.tokens = grown(node.tokens, tokens)

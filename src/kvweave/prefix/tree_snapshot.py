@@ -1,6 +1,6 @@
-"""A picture of the radix tree for people: its nodes, who lies on them, what would go first.
+"""A snapshot of the radix tree for people: nodes, the prompts on them, the eviction order.
 
-It is made between two steps of the engine, so what it costs is bounded, however large the tree is.
+It is taken between two steps of the engine. Its cost is bounded, however large the tree is.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.tree import Node, RadixTree, upwards
 
 HEAD_TOKENS = 48
-"""So many first tokens of a node are copied, for its label."""
+"""First tokens of a node that are copied, for its label."""
 NEXT_OUT = 32
-"""So many places of the queue for eviction are told."""
+"""Places of the eviction queue that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def take_snapshot(tree: RadixTree, prompts: Sequence[RequestView], most: int) ->
 
 
 def _recent(tree: RadixTree, most: int) -> list[Node]:
-    """Whoever uses a node uses its parents, so the most recent nodes are a tree of their own."""
+    """The most recently used nodes. Using a node uses its parents, so they form a tree."""
     taken: list[Node] = []
     heap = [(-node.last_used, node.order, node) for node in tree.roots()[-most:]]
     heapq.heapify(heap)

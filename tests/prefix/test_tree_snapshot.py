@@ -23,12 +23,12 @@ def test_the_first_to_go_are_those_that_go_first(prompts: list[list[int]]) -> No
     world = World("radix", 1, num_pages=200)
     for prompt in prompts:
         world.serve(prompt)
-    outline = world.cache.tree_snapshot([], 1000)
-    assert outline is not None
-    assert world.cache.tree_snapshot([], 1000).evictable_pages == outline.evictable_pages
-    leaves = {node.order: node for node in outline.nodes if node.goes is not None}
+    snapshot = world.cache.tree_snapshot([], 1000)
+    assert snapshot is not None
+    assert world.cache.tree_snapshot([], 1000).evictable_pages == snapshot.evictable_pages
+    leaves = {node.order: node for node in snapshot.nodes if node.goes is not None}
     first = min(leaves.values(), key=lambda node: node.goes or 0)
-    before = {node.order: node.length for node in outline.nodes}
+    before = {node.order: node.length for node in snapshot.nodes}
     world.evict(1)
     after = world.cache.tree_snapshot([], 1000)
     assert after is not None
@@ -42,9 +42,9 @@ def test_nodes_know_who_reads_from_them() -> None:
     world.serve(letters("abcd"))
     world.serve(letters("abxy"))
     views = [view(letters("abcd"), "1"), view(letters("abxyz"), "2"), view(letters("q"), "3")]
-    outline = world.cache.tree_snapshot(views, 100)
-    assert outline is not None
-    found = {tuple(node.head.tolist()): node.prompts for node in outline.nodes if node.length}
+    snapshot = world.cache.tree_snapshot(views, 100)
+    assert snapshot is not None
+    found = {tuple(node.head.tolist()): node.prompts for node in snapshot.nodes if node.length}
     assert found[tuple(letters("ab"))] == ("1", "2")
     assert sorted(found.values()) == [("1",), ("1", "2"), ("2",)]
 
@@ -53,11 +53,11 @@ def test_of_a_large_tree_the_nodes_used_last_are_shown_with_their_parents() -> N
     world = World("radix", 1, num_pages=2000)
     for number in range(300):
         world.serve([7, 8, number])
-    outline = world.cache.tree_snapshot([], 10)
-    assert outline is not None
-    assert len(outline.nodes) == 10
-    known = {node.order for node in outline.nodes}
-    assert all(node.parent is None or node.parent in known for node in outline.nodes)
-    assert max(node.head.tolist()[-1] for node in outline.nodes if node.length) == 299
-    assert outline.cached_pages == world.cache.cached_pages > 300
-    assert max(node.children for node in outline.nodes) == 300
+    snapshot = world.cache.tree_snapshot([], 10)
+    assert snapshot is not None
+    assert len(snapshot.nodes) == 10
+    known = {node.order for node in snapshot.nodes}
+    assert all(node.parent is None or node.parent in known for node in snapshot.nodes)
+    assert max(node.head.tolist()[-1] for node in snapshot.nodes if node.length) == 299
+    assert snapshot.cached_pages == world.cache.cached_pages > 300
+    assert max(node.children for node in snapshot.nodes) == 300
