@@ -35,7 +35,7 @@ KINDS = {
     "paraphrases_served": ("paraphrase",),
     "near_repeats_served": ("near_repeat",),
 }
-"""By what it is called when one of them is served."""
+"""Kinds of pairs by the metric that counts those served."""
 
 
 @dataclass(frozen=True, slots=True)

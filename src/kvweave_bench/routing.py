@@ -144,7 +144,7 @@ async def drive(behind: Behind, work: Workload, seed: int) -> tuple[Tally, Tally
 
     random = np.random.default_rng(seed)
     await asyncio.gather(*map(converse, random.permutation(GROUPS).tolist()))
-    # In another order: or whoever deals out in turn would be right, or wrong, each time.
+    # In another order, since round robin would otherwise always be right or always wrong.
     await asyncio.gather(*map(come_back, random.permutation(GROUPS).tolist()))
     given = await behind.given()
     return turns, moved, min(given) / max(given)

@@ -66,7 +66,7 @@ def load(name: str) -> Collection:
     origin, texts = source.fetch()
     found = Collection(name, origin, source.licence, tuple(texts))
     kept.parent.mkdir(parents=True, exist_ok=True)
-    # Two processes may fetch at once: whoever is last replaces the same content.
+    # Two processes may fetch at once: the second replaces equal content.
     partial = kept.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(asdict(found), ensure_ascii=False), encoding="utf-8")
     os.replace(partial, kept)

@@ -54,7 +54,7 @@ class Progress(Protocol):
         """`done` of `total` units (bytes, or steps) of `what`, words for a person.
 
         A piece of work begins with `done` 0 and ends with `done` equal to `total`. `total` is None
-        while nobody knows it; then the end is the next piece's beginning, or the caller's return.
+        while it is unknown; then the next piece's beginning, or the caller's return, is the end.
         """
 
 

@@ -1,7 +1,7 @@
 """The negative control: problems that share nothing but their few-shot examples.
 
 The examples are a common prefix, which exact caches reuse too. Behind it nothing may be moved, and
-the share of right answers must be what it is without.
+the share of right answers must stay the same.
 """
 
 from __future__ import annotations

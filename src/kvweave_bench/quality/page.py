@@ -85,7 +85,7 @@ def _measured(compared: Compared) -> _Measured:
 
 
 def _serving(measured: _Measured) -> list[Variant]:
-    """The variants that somebody might serve with."""
+    """The variants that a server offers."""
     return [variant for variant in measured if not variant.ablation]
 
 
@@ -291,7 +291,7 @@ _FACTS = {"gold": "right", "decoy": "the donor's fact", "neither": "not answered
 
 
 def worst_examples(compared: Compared) -> str:
-    """The worst few of a scenario, of the variants that somebody might serve with; each case once.
+    """The worst few of a scenario, of the variants that a server offers; each case once.
 
     Facts lost come first, those taken from the donor before all; then the largest divergence.
     """

@@ -92,7 +92,7 @@ def compare(
         for variant in variants_of(scenario, variants)
     }
     if scenario.provider != "spans":
-        for lane in lanes.values():  # meanings are compared where somebody has asked before
+        for lane in lanes.values():  # the provider compares meanings only after a first request
             lane.session.serve(cases[0].recipient, 1)
     pairs: dict[Variant, list[Pair]] = {variant: [] for variant in lanes}
     for number, case in enumerate(cases):

@@ -25,10 +25,10 @@ class Scenario:
     """One kind of prompt. `build` writes the case of a given number.
 
     `weight`: cases per --n. `answer`: most tokens of an answer. `lives`: caches are not emptied
-    between cases, and earlier cases are the donors. `all_arms` is False where nothing is moved that
-    a refresh could improve; `rerun` where nothing is reused at all. `provider` nominates donors.
-    `like` names the scenario whose prompts these are. `against`: who nominates for the answers that
-    everything is compared with; nobody does, and they are cold, unless it is said.
+    between cases, and earlier cases are the donors. `all_variants` is False where nothing is moved
+    that a refresh could improve; `rerun` where nothing is reused at all. `provider` nominates
+    donors. `like` names the scenario whose prompts these are. `against`: the provider behind the
+    reference answers; None: they are cold.
     """
 
     name: str
@@ -139,7 +139,7 @@ def alone(writer: Writer, _: int) -> Case:
 def _in_other_words(
     name: str, summary: str, build: Callable[[Writer, int], Case]
 ) -> tuple[Scenario, Scenario, Scenario]:
-    """What all of the reuse costs, what it costs without the other words, and what these cost."""
+    """Three scenarios: all reuse, reuse without paraphrases, and paraphrases alone."""
     whole = Scenario(name=name, summary=summary, build=build, provider="semantic")
     without = replace(
         whole,
@@ -280,7 +280,7 @@ _MORE = (
 
 
 def _shuffled(writer: Writer, count: int) -> IntArray:
-    """An order in which nobody follows whom it followed."""
+    """An order that keeps no two neighbours together."""
     order = writer.rng.permutation(count)
     while np.any(np.diff(order) == 1):
         order = writer.rng.permutation(count)

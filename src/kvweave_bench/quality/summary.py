@@ -63,7 +63,7 @@ def rows(compared: Compared) -> list[Row]:
 
 
 def in_a_line(cases: Sequence[Case], pairs: Sequence[Pair]) -> str:
-    """The figures that matter most, for whoever waits for the others."""
+    """The most important figures, shown while the run goes on."""
     of = {each.metric: each.estimate.value for each in figures(cases, pairs)}
     shown = ("kl_mean", "kl_median", "ppl_ratio", "rouge_l", "reused_share", "first_token_speedup")
     facts = ("gold_cold", "gold_warm", "decoy_cold", "decoy_warm")

@@ -34,7 +34,7 @@ def measure(setting: Setting) -> list[Row]:
 
 
 def _prefill(setting: Setting, reference: Reference, context: int) -> list[Row]:
-    """A prompt that nobody has seen, until its first token is known."""
+    """The time to the first token of new prompts."""
     prompts = [setting.corpus.take(context) for _ in range(setting.n + _WARM_UP)]
     driver = _driver(setting, "none", 2 * context)
 

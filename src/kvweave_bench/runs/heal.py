@@ -98,7 +98,7 @@ class _Variant:
         while self.engine.snapshot().heals_waiting:
             await asyncio.sleep(0.02)
         again = [await self._ask(prompt, time.perf_counter()) for prompt in prompts]
-        while self.engine.snapshot().heals_waiting:  # in nobody else's turn
+        while self.engine.snapshot().heals_waiting:  # within its own turn
             await asyncio.sleep(0.02)
         self._after = self.engine.snapshot()
         if not counted:

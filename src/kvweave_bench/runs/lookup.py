@@ -104,7 +104,7 @@ def _timed(
     spans: int,
     advance: Callable[[], None],
 ) -> list[float]:
-    """Milliseconds of `n` look-ups, each of another prompt, each finding what it has to."""
+    """Milliseconds of `n` look-ups of different prompts; each result is checked."""
     taken = []
     store.look_up(make())
     with quiet_collector():

@@ -23,7 +23,7 @@ _AS_PROMPTS = {
     "_in_prompts": FuzzyConfig(),
     "_in_prompts_any_length": FuzzyConfig(semantic_min_span=1),
 }
-"""Most pairs differ in a word or two, which are computed by default, whoever is the judge."""
+"""Most pairs differ in a word or two; by default such short runs are computed by every gate."""
 _ROUNDS = 5
 _BATCH = 50
 

@@ -78,7 +78,7 @@ class _Variant:
         return cache
 
     def run(self, prompts: list[IntArray], pauses: list[float], counted: bool) -> None:
-        """A round; what it leaves to do in the background is done before anybody else's turn."""
+        """One round, including its background work."""
         for prompt, pause in zip(prompts, pauses, strict=True):
             time.sleep(pause)
             [answer] = self.driver.serve([prompt], max_tokens=2)

@@ -169,7 +169,7 @@ def _trap_forward(audit: Audit) -> None:
 
 
 def set_snares(audit: Audit) -> None:
-    """Faults that come at random, and must cost nobody anything."""
+    """Random faults that must not affect any request."""
     for cache in (RadixCache, HashCache):
         before(cache, "release", lambda *_: audit.maybe("release"))
         before(cache, "take_events", lambda *_: audit.maybe("events"))

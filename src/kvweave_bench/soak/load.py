@@ -22,7 +22,7 @@ _EVERY_CROWD, _EVERY_LULL, _LULL = 9.0, 7.0, 1.2
 
 
 class Load:
-    """Counts what it does; `problems` are sentences with a rid."""
+    """Drives the load and counts; `problems` are sentences with a rid."""
 
     def __init__(self, client: Client, work: Workload, judges: Executor) -> None:
         self.counts: Counter[str] = Counter()

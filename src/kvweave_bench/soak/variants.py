@@ -43,7 +43,7 @@ _FLAGS = (
 """Small, so that eviction and preemption never pause."""
 _LEAVES_WITHIN = 60.0
 _MODEST = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
-"""oneDNN keeps what it compiled for the last 1,024 shapes, which fill slowly: as a leak would."""
+"""oneDNN keeps what it compiled for the last 1,024 shapes, which fill slowly, like a leak."""
 MOST_FILES, MOST_THREADS = 24, 32
 """Of an idle server: no connection is left, and its pools of threads are bounded."""
 

@@ -29,7 +29,7 @@ class Case:
     texts: list[str] = field(default_factory=list)
     leave: Departure | None = None
     abort: float | None = None
-    """Seconds after which somebody ends it by its rid."""
+    """Seconds after which it is aborted by its rid."""
     refused: tuple[int, ...] = ()
     """The statuses of which one must come, for what cannot be served."""
 

@@ -43,7 +43,7 @@ OPT_OUT = "kvweave_fuzzy"
 
 
 def may_be_moved(req: Any) -> bool:
-    """Whether tokens alone determine this request's KV, and approximate KV is what it wants."""
+    """Whether tokens alone determine this request's KV, and it accepts approximate KV."""
     wants_prompt_logprobs = req.return_logprob and req.logprob_start_len >= 0
     more_than_tokens = (
         req.input_embeds is not None
@@ -76,7 +76,7 @@ _STALE_TRIES = 4
 
 
 class _Found(NamedTuple):
-    """What a look-up found, and what it depended on."""
+    """The result of a look-up, and the inputs that it depends on."""
 
     exact: int
     length: int
@@ -218,7 +218,7 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return True
 
     def _room(self, tokens: int) -> torch.Tensor | None:
-        """Slots for that many tokens; evicts what nobody holds if need be."""
+        """Slots for that many tokens; evicts unlocked nodes if needed."""
         allocator = self.token_to_kv_pool_allocator
         short = tokens - allocator.available_size()
         if short > 0:

@@ -132,7 +132,7 @@ def _plain_batch() -> Any:
 
 @contextmanager
 def _stopped(attention: torch.nn.Module) -> Iterator[None]:
-    """Within, calling this one module raises what it was called with."""
+    """Within the block, a call of this module raises _Handed with its key and value."""
 
     def hand_over(q: Any, k: torch.Tensor, v: torch.Tensor, *_: Any, **extra: Any) -> None:
         if k is None or extra.get("save_kv_cache") is False or "k_rope" in extra:
