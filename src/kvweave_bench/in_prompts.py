@@ -21,10 +21,10 @@ from kvweave.engine.factory import decoder
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 from kvweave.fuzzy.backend import FuzzyCache
-from kvweave.fuzzy.facts import Verifier
 from kvweave.kv.pool import PagePool
 from kvweave.kv.relocation import MoveRun
 from kvweave.models.load import LoadedModel
+from kvweave.paraphrase.facts import Verifier
 from kvweave.paraphrase.gate import ParaphraseGate
 from kvweave.prefix.contract import CacheOptions
 from kvweave_bench.setting import Setting

@@ -17,13 +17,14 @@ from support.quality_texts import Letters
 PAIRS = [
     ("negation", "Cancel my plan today.", "Don't cancel my plan today."),
     ("number_date", "Track order 48213.", "Track order 48231."),
-    ("paraphrase", "How do I cancel my plan?", "How can I cancel my plan?"),
-    ("near_repeat", "Track order 48213.", "track order 48213"),
+    ("paraphrase", "There were twenty guests.", "There were 20 guests."),
+    ("near_repeat", "They don't take it if I'm late.", "They do not take it if I am late."),
     ("near_repeat", "Is it open on Monday?", "xyz"),
-    ("paraphrase", "When does the autumn term start?", "When does the autumn term begin?"),
+    ("paraphrase", "We don't want it if they don't work.",
+     "We do not want it if they do not work."),
     ("paraphrase", "Which vacation is cheaper?", "Which holiday is cheaper?"),
     ("entity_swap", "Does the bus to Berlin stop here?", "Does the bus to Vienna stop here?"),
-]
+]  # fmt: skip
 
 
 def test_each_gate_is_counted_on_the_same_pairs(
@@ -45,7 +46,7 @@ def test_each_gate_is_counted_on_the_same_pairs(
     found = {(row.metric, row.arm): (row.value, row.n) for row in report.rows}
     assert found["false_serves", "cosine"] == (3, 3)
     assert found["false_serves", "facts"] == (0, 3)
-    assert found["paraphrases_served", "facts"] == (3, 3)
+    assert found["paraphrases_served", "facts"] == (2, 3)
     assert found["near_repeats_served", "cosine"] == (1, 2)
     assert found["near_repeats_served", "facts"] == (1, 2)
     assert found["false_serves", "cosine, none false"] == (0, 3)
@@ -53,12 +54,13 @@ def test_each_gate_is_counted_on_the_same_pairs(
     # is a letter.
     assert found["false_serves_in_prompts", "cosine"] == (1, 3)
     assert found["false_serves_in_prompts", "facts"] == (0, 3)
-    assert found["paraphrases_served_in_prompts", "facts"] == (2, 3)
+    assert found["paraphrases_served_in_prompts", "facts"] == (1, 3)
     assert found["near_repeats_served_in_prompts", "facts"] == (1, 2)
-    assert found["tokens_in_prompts", "facts"] == (len("holiday"), 3)
+    read = ("n't take it if I'", "n't want it if they don'")
+    assert found["tokens_in_prompts", "facts"] == (sum(map(len, read)) / 2, 2)
     # However few they are.
     assert found["false_serves_in_prompts_any_length", "cosine"] == (3, 3)
     assert found["false_serves_in_prompts_any_length", "facts"] == (0, 3)
-    assert found["paraphrases_served_in_prompts_any_length", "facts"] == (3, 3)
+    assert found["paraphrases_served_in_prompts_any_length", "facts"] == (2, 3)
     assert found["microseconds_per_pair", "facts"][1] == 5 * len(PAIRS)
     assert report.machine["texts"] == {"fow-cache": "fow-cache 0"}

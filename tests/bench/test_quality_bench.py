@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kvweave.errors import ConfigError, KvweaveError
 from kvweave_bench.options import BenchOptions
+from kvweave_bench.quality import reworded
 from kvweave_bench.registry import run_bench
 from kvweave_bench.workloads.corpus import Corpus
 from support.quality_texts import Letters, keep_texts
@@ -64,6 +65,10 @@ def test_other_words_are_measured_with_and_without_on_the_same_prompts(
     keep_texts(tmp_path)
     monkeypatch.setattr("kvweave.paraphrase.semantic.EmbedderProcess", lambda name: Letters())
     monkeypatch.setattr("kvweave.paraphrase.embedding_queue._QUIET", 0.02)
+    # The model's tokens are bytes, of which a span is a few words: what is between two contractions
+    # would be found word for word, and so their wordings differ in more than the facts gate passes.
+    monkeypatch.setattr("kvweave.paraphrase.gate.differing", lambda donor, recipient: None)
+    monkeypatch.setattr(reworded, "_TOLD", dict.fromkeys(reworded._TOLD, _TOLD))
     names = ["paraphrase-fact", "paraphrase-fact-moved", "paraphrase-fact-alone"]
     options = BenchOptions(model=model, n=2, quick=True, cells=",".join(names), arms="copy/0")
     report = run_bench("quality", options, console=Console(file=io.StringIO()))
@@ -77,6 +82,12 @@ def test_other_words_are_measured_with_and_without_on_the_same_prompts(
     # Against cold answers, and against those from what was only moved.
     assert 0 < values["kl_mean", alone] != values["kl_mean", whole]
     assert values["kl_mean", moved] > 0
+
+
+_TOLD = (
+    "In {name}, a quick taxi to {value} is usually cheap.",
+    "In {name}, a fast cab to {value} is normally inexpensive.",
+)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 from kvweave.engine.selfcheck.measure import words
 from kvweave.errors import KvweaveError
-from kvweave.fuzzy.facts import differing
 from kvweave.kv.pool import IntArray
+from kvweave.paraphrase.facts import differing
 from kvweave_bench.quality import reworded
 from kvweave_bench.quality.chat import Chat
 from kvweave_bench.quality.decoys import FACTS

@@ -29,8 +29,8 @@ TAIL = (
     "money, hand it over to the accounts. If it is about illness, hand it over to the nurse.\n"
 )
 QUESTION = "Whom does the office hand questions about illness over to?\n"
-DONOR = "When do people buy the ticket before the autumn term starts?"
-SAME = "When do people purchase the ticket before the autumn term begins?"
+DONOR = "They've bought the ticket for the autumn fair, but they don't have it."
+SAME = "They have bought the ticket for the autumn fair, but they do not have it."
 CONFIG = FuzzyConfig(
     refresh_tokens=0,
     provider="semantic",
@@ -106,10 +106,10 @@ def paraphrased(answer: Completion) -> int:
     ("sentence", "served"),
     [
         (SAME, True),
-        ("When do people purchase the ticket before the autumn term ends?", False),
-        ("When do people purchase the ticket before the spring term begins?", False),
-        ("When do people not purchase the ticket before the autumn term begins?", False),
-        ("When did people purchase the ticket before the autumn term begins?", False),
+        ("They have bought the ticket for the autumn fair, but they do not need it.", False),
+        ("They have bought the ticket for the spring fair, but they do not have it.", False),
+        ("They have not bought the ticket for the autumn fair, but they do have it.", False),
+        ("They had bought the ticket for the autumn fair, but they do not have it.", False),
     ],
 )
 def test_a_paraphrase_is_served_and_a_near_miss_is_not(
@@ -203,9 +203,8 @@ def test_an_embedder_that_is_killed_costs_nobody_an_answer(office: Office) -> No
 
 def test_under_pressure_donors_go_and_answers_come(office: Office) -> None:
     for turn in range(12):
-        buy, begins = (("buy", "starts"), ("purchase", "begins"))[turn % 2]
         answer = office.ask(
-            f"When do people {buy} ticket {turn // 2} before the term {begins}?",
+            (DONOR, SAME)[turn % 2].replace("the ticket", f"ticket {turn // 2}"),
             f"{turn}. ",
             fuzzy=bool(turn % 2),  # the others are computed, and donors from end to end
         )

@@ -40,16 +40,16 @@ DOCUMENT = (
     "A small library on the second floor keeps what former guests have written about the house. "
 )
 DONOR = (
-    "The whole journey begins on Monday. Passengers must buy a ticket before the trip starts. "
-    "Children need a passport for the trip. The office often replies within 2 days. Guests may "
-    "bring 20 kg of luggage for the whole trip. Cheap rooms are near the station, and the shop "
-    "there is open on Monday."
+    "We've bought the tickets for Monday, and we don't have more of them. They've seen the whole "
+    "house, but they don't want it. You've got until Friday, and you don't need more. We're at the "
+    "station, since we don't know the town. We've got about 20 kg of luggage, and we don't have a "
+    "car. They're in the garden, because they don't leave dogs alone."
 )
 OTHERS = (
-    "The entire trip starts on Monday. Passengers must purchase a ticket before the journey "
-    "begins. Kids require a passport for the journey. The office frequently responds within 2 "
-    "days. Guests may bring 20 lb of luggage for the entire journey. Inexpensive rooms are near "
-    "the station, and the store there is open on Monday."
+    "We have bought the tickets for Monday, and we do not have more of them. They have seen the "
+    "whole house, but they do not want it. You have got until Friday, and you do not need more. We "
+    "are at the station, since we do not know the town. We have got about 20 lb of luggage, and we "
+    "do not have a car. They are in the garden, because they do not leave dogs alone."
 )
 
 
@@ -136,8 +136,8 @@ def test_what_it_has_verified_is_judged_again_by_the_sentence(driver: SemblendEn
     spans = [span for span in answer.plan if span.tier is Tier.PARAPHRASE]
     served = " ".join(driver.tokenizer.decode(ids[span.start : span.end]) for span in spans)
     assert answer.usage.paraphrase_tokens == sum(span.length for span in spans)
-    assert "purchase a ticket" in served
-    assert "Kids require a passport" in served
+    assert "have bought the tickets" in served
+    assert "have seen the whole house" in served
     assert "lb" not in served
     [refusal] = [each for each in driver.cache.declined("r") if each.kind == "facts"]
     assert "lb" in driver.tokenizer.decode(ids[refusal.start : refusal.end])

@@ -182,16 +182,34 @@ def test_facts_decide(world: SemanticWorld) -> None:
     world.teach(prompt("The big fee is 20 for a kid and quick."))
     running = world.ask(prompt("The large fee is 30 for a child and fast."))
     assert world.said(running) == []
-    # Whole sentences are compared, not only what differs.
-    assert seen == [
-        ("The big fee is 20 for a kid and quick.", "The large fee is 30 for a child and fast.")
-    ]
+    # Whole sentences are compared, not only what differs, with the space before them.
+    donor = " The big fee is 20 for a kid and quick."
+    assert seen == [(donor, " The large fee is 30 for a child and fast.")]
     assert world.refused() == {"facts": 1}
     [refusal] = world.cache.declined(running.view.rid)
     assert world.cache.declined("somebody else") == []
     assert (refusal.kind, refusal.reason) == ("facts", "20 is not 30")
     assert tiers(running) != []
     assert world.cache.stats().provider["paraphrase_facts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("opening", "served"),
+    [
+        ("", True),
+        ('"Go on." ', True),
+        ("```\n", False),
+        ('"Go on. ', False),
+        ("\n> Go on. ", False),
+    ],
+)
+def test_nothing_is_served_in_code_or_in_a_quotation(
+    world: SemanticWorld, opening: str, served: bool
+) -> None:
+    world.teach(prompt(opening + DONOR))
+    running = world.ask(prompt(opening + ASKED))
+    assert bool(world.said(running)) is served
+    assert world.refused().get("facts", 0) == (not served)
 
 
 def test_the_last_question_is_never_served(world: SemanticWorld) -> None:

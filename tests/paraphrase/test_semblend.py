@@ -184,23 +184,28 @@ def test_nearly_equal_chunks_are_dropped_whole(world: SemanticWorld, adapter: Fa
 
 
 REST = story(5, 8)
-TERM = "The autumn term starts at the big school on 4 March."
-RICE = "Alice owes Bob 20 kg of rice for a big trip."
+TERM = "The school has ten students and had five guests on 4 March."
+SAME = "The school has 10 students and had 5 guests on 4 March."
+RICE = "Alice owes Bob 20 kg of rice because they have ten guests for it."
 
 
 @pytest.mark.parametrize(
     ("donor", "asked", "served"),
     [
-        (TERM, "The autumn term begins at the large school on 4 March.", True),
-        (TERM, "The autumn term begins at the large school on 5 March.", False),
-        (TERM, "The autumn term begins at the large school on 4 April.", False),
-        (TERM, "The autumn term ends at the large school on 4 March.", False),
-        (RICE, "Bob owes Alice 20 kg of rice for a large journey.", False),
-        (RICE, "Alice owes Bob 20 lb of rice for a large journey.", False),
-        (RICE.replace("20", "-20"), "Alice owes Bob +20 kg of rice for a large journey.", False),
+        (TERM, SAME, True),
+        (TERM, SAME.replace("4", "5"), False),
+        (TERM, SAME.replace("March", "April"), False),
+        (TERM, SAME.replace("has", "had"), False),
+        (RICE, "Bob owes Alice 20 kg of rice because they have 10 guests for it.", False),
+        (RICE, "Alice owes Bob 20 lb of rice because they have 10 guests for it.", False),
+        (
+            RICE.replace("20", "-20"),
+            "Alice owes Bob +20 kg of rice because they have 10 guests for it.",
+            False,
+        ),
         (
             RICE.replace("Bob", "Bob and Carol"),
-            "Alice owes Bob and Dora 20 kg of rice for a large journey.",
+            "Alice owes Bob and Dora 20 kg of rice because they have 10 guests for it.",
             False,
         ),
     ],
@@ -244,8 +249,7 @@ def test_claims_in_the_question_or_of_low_similarity_are_refused(
         kv_cache_indices=slots[exact : exact + 40],
         quality_signals=Signals(likeness, "paraphrase_verified"),
     )
-    asked = "The autumn term begins at the large school on 4 March."
-    running = world.start(world.text.encode(f"{HEAD} {asked} {REST}"), protected_from=protected)
+    running = world.start(world.text.encode(f"{HEAD} {SAME} {REST}"), protected_from=protected)
     assert Tier.PARAPHRASE not in [span.tier for span in running.lease.plan.spans]
     assert world.refused() == refused
 
@@ -261,8 +265,9 @@ def test_of_a_claim_from_the_beginning_the_first_sentence_is_left_out(
         kv_cache_indices=slots[:60],
         quality_signals=Signals(0.95, "paraphrase_verified"),
     )
-    first = "Our autumn term begins at the large school on 4 March."
-    tokens = world.text.encode(f"{first} Alice owes Bob 20 lb of rice for a large journey. {REST}")
+    first = SAME.replace("The", "Our")
+    second = "Alice owes Bob 20 lb of rice because they have 10 guests for it."
+    tokens = world.text.encode(f"{first} {second} {REST}")
     running = world.start(tokens, protected_from=len(tokens) - 10)
     assert [span.tier for span in running.lease.plan.spans] == [Tier.MOVED]
     assert world.refused() == {"facts": 1}
@@ -275,13 +280,12 @@ def test_a_claim_is_taken_apart_where_sentences_end_in_both_texts(
     """One after the other, and not where it is cut off: half a sentence is no fact."""
     donor = f"{HEAD} {TERM} A kid needs a card. {RICE} {TERM} {REST}"
     asked = (
-        f"{HEAD} The autumn term begins at the large school on 4 March. A child requires a card. "
-        f"Alice owes Bob 20 lb of rice for a large journey. The autumn term begins at the large "
-        f"school on 4 March. {REST}"
+        f"{HEAD} {SAME} A child requires a card. Alice owes Bob 20 lb of rice because they have 10 "
+        f"guests for it. {SAME} {REST}"
     )
     world.serve(world.text.encode(donor))
     [slots] = adapter.slots
-    last = len(world.text.encode(f"{HEAD} {TERM} A kid needs a card. {RICE} The autumn term"))
+    last = len(world.text.encode(f"{HEAD} {TERM} A kid needs a card. {RICE} The school"))
     adapter.answer = lambda exact: Result(
         cached_token_count=last - exact,
         kv_cache_indices=slots[exact:last],
@@ -289,7 +293,7 @@ def test_a_claim_is_taken_apart_where_sentences_end_in_both_texts(
     )
     tokens = world.text.encode(asked)
     running = world.start(tokens, protected_from=len(tokens) - 10)
-    assert world.said(running) == ["starts at the big"]
+    assert world.said(running) == ["ten students and had five"]
     assert world.refused() == {"lengths": 1, "facts": 1}
     world.check()
 

@@ -17,7 +17,7 @@ import pytest
 from kvweave import plugins
 from kvweave.config import FuzzyConfig, validate
 from kvweave.errors import ConfigError
-from kvweave.fuzzy.facts import Verifier
+from kvweave.paraphrase.facts import Verifier
 from kvweave.paraphrase.verifiers import Entailment, VerifierWorker, create_verifier
 from kvweave.plugins import VERIFIERS, choices_of
 from kvweave.prefix.lease import Namespace

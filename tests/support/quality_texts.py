@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvweave_bench.quality import control, reworded
+from kvweave_bench.quality import control
 
 
 class Letters:
@@ -50,17 +50,3 @@ def keep_texts(cache: Path) -> None:
         for answer in ("6", "5", "39")
     ]
     keep(control.EXAMPLES, examples)
-    pairs = [
-        {"title": str(at), "body": one, "facts": {"other": other}}
-        for at, (one, other) in enumerate(_PAIRS)
-    ]
-    keep(reworded.SOURCE, pairs)
-
-
-_PAIRS = (
-    ("When do people buy the ticket before term starts?",
-     "When do people purchase the ticket before term begins?"),
-    ("When do people buy the ticket?", "When do people not buy the ticket?"),
-    ("Where does a fast trip begin?", "Where does a quick journey start?"),
-)  # fmt: skip
-"""The second does not say the same."""

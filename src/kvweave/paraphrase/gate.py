@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.donors import DonorTree
-from kvweave.fuzzy.facts import Verifier, differing
 from kvweave.fuzzy.guard import contained
 from kvweave.fuzzy.provider import Candidate
 from kvweave.kv.pool import IntArray
+from kvweave.paraphrase.facts import Verifier, differing, literal
 from kvweave.paraphrase.verifiers import VerifierWorker, create_verifier
 from kvweave.prefix.inspector import Declined
 from kvweave.prefix.lease import RequestView
@@ -242,9 +242,11 @@ class ParaphraseGate:
         found = self.facts(donor, recipient)
         if found is not None:
             return "facts", found
+        if literal(self._cutter.decode(view.tokens[: claim.start - claim.lead])):
+            return "facts", "it stands in code or in a quotation, where every character may matter"
         if self._verifier is None:
             return None
-        return self._verifier.objection(view.namespace, donor, recipient, until)
+        return self._verifier.objection(view.namespace, donor.strip(), recipient.strip(), until)
 
     def _sentences(self, cutter: Cutter, view: RequestView, claim: Candidate) -> tuple[str, str]:
         """The texts of donor and prompt at the claim, extended to whole sentences."""
@@ -259,7 +261,7 @@ class ParaphraseGate:
 
 def _around(cutter: Cutter, tokens: IntArray, start: int, end: int) -> str:
     whole = cutter.around(tokens, start, end)
-    return cutter.text(tokens[whole.start : whole.end])
+    return cutter.decode(tokens[whole.start : whole.end])  # with the indentation of code
 
 
 def create_gate(

