@@ -139,6 +139,7 @@ _TRAPS = {
         Play the song I'm yours. | Play the song I am yours.
         I'm a Celebrity is on. | I am a Celebrity is on.
         Don't Look Up is on. | Do Not Look Up is on.
+        You don't know Jack is on. | You do not know Jack is on.
         Turn off do not disturb. | Turn off don't disturb.
         Do not track is on. | Don't track is on.
         Type we don't know in the box. | Type we do not know in the box.

@@ -75,7 +75,7 @@ def literal(before: str) -> bool:
 
 
 def _is_open(marks: tuple[re.Pattern[str], re.Pattern[str]], text: str) -> bool:
-    """Whether what opens stands behind the last that closes."""
+    """Whether the last mark that opens stands behind the last one that closes."""
     opened, closed = (
         max((match.end() for match in each.finditer(text)), default=0) for each in marks
     )
@@ -261,14 +261,13 @@ def _expand(words: list[str]) -> None:
     "can not" for the same reason. Capitals behind it make a name: I'm a Celebrity.
     """
     for at, word in enumerate(words[:-1]):
-        if word in _NEGATED:
-            if at and words[at - 1] in _PRONOUNS and words[at + 1].rstrip(",.?!") in _VERBS:
-                words[at] = _NEGATED[word]
-        elif (
-            word in _CONTRACTED
-            and (at == 0 or words[at - 1] in _JOINING)
-            and all(other[0].islower() for other in words[at + 1 : at + 3])
-        ):
+        before, behind = words[max(at - 1, 0) : at], words[at + 1 : at + 3]
+        if any(other[0].isupper() for other in behind):
+            continue
+        is_verb = behind[0].rstrip(",.?!") in _VERBS
+        if word in _NEGATED and is_verb and not _PRONOUNS.isdisjoint(before):
+            words[at] = _NEGATED[word]
+        elif word in _CONTRACTED and _JOINING.issuperset(before):
             words[at] = _CONTRACTED[word]
 
 
