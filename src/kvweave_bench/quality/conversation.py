@@ -11,8 +11,7 @@ from kvweave.engine.selfcheck.measure import kl_divergence
 from kvweave.kv.pool import IntArray
 from kvweave_bench.measure import quiet_collector
 from kvweave_bench.quality.chat import Chat
-from kvweave_bench.quality.intervals import Estimate, bootstrap
-from kvweave_bench.quality.metrics import perplexity_ratio
+from kvweave_bench.quality.metrics import Estimate, bootstrap, perplexity_ratio
 from kvweave_bench.quality.session import Session
 from kvweave_bench.quality.variants import DEFAULT, Variant
 from kvweave_bench.report import Row

@@ -11,8 +11,7 @@ from rich.console import Console
 from kvweave.config import FuzzyConfig
 from kvweave.models import LoadedModel
 from kvweave.paraphrase.facts import differing
-from kvweave_bench.in_prompts import served_in_prompts
-from kvweave_bench.labelled import Pair
+from kvweave_bench.in_prompts import Pair, served_in_prompts
 from kvweave_bench.options import BenchOptions
 from kvweave_bench.setting import Setting
 from support.traps import TRAPS
