@@ -78,19 +78,19 @@ def served_in_prompts(
     Threshold, lengths, shares and all other rules are those of `config`; only what compares facts
     is exchanged. Donors are embedded once, and the same prompts asked of them behind each gate.
     """
-    desk = _Desk(setting.loaded, config)
+    asker = _Asker(setting.loaded, config)
     served: dict[str, list[int]] = {variant: [] for variant in gates}
     with setting.progress("batches of prompts", -(-len(pairs) // _BATCH)) as advance:
         for at in range(0, len(pairs), _BATCH):
             batch = pairs[at : at + _BATCH]
-            desk.teach(batch)
+            asker.teach(batch)
             for variant, gate in gates.items():
-                served[variant] += desk.asked(batch, gate)
+                served[variant] += asker.asked(batch, gate)
             advance()
     return served
 
 
-class _Desk:
+class _Asker:
     """An engine that has read what customers asked; each pair and order is a customer."""
 
     def __init__(self, loaded: LoadedModel, config: FuzzyConfig) -> None:

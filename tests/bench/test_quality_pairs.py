@@ -69,10 +69,10 @@ def test_a_probe_keeps_the_logits_that_the_model_gave(
 def test_a_dictated_answer_is_followed_and_its_logits_are_the_models_own(
     model: LoadedModel, session: Callable[..., Session]
 ) -> None:
-    dictated = tokens(9, 5).tolist()
-    served = session().serve(RECIPIENT, 5, dictated=dictated)
-    assert served.answer.token_ids == dictated == list(served.trace.tokens)
-    expected = by_the_library(model, RECIPIENT.tolist() + dictated)[len(RECIPIENT) - 1 : -1]
+    forced = tokens(9, 5).tolist()
+    served = session().serve(RECIPIENT, 5, forced=forced)
+    assert served.answer.token_ids == forced == list(served.trace.tokens)
+    expected = by_the_library(model, RECIPIENT.tolist() + forced)[len(RECIPIENT) - 1 : -1]
     torch.testing.assert_close(served.trace.logits, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -145,7 +145,7 @@ def test_a_warm_answer_that_goes_astray_is_led_along_the_cold_one(
     cold = session().serve(RECIPIENT, 6).trace
     warm = session(variant)
     warm.lend(DONOR, session().record(DONOR))
-    led = warm.serve(RECIPIENT, 6, dictated=cold.tokens).trace
+    led = warm.serve(RECIPIENT, 6, forced=cold.tokens).trace
     chosen = torch.tensor(cold.tokens)[:, None]
     gained = [each.logits.double().log_softmax(-1).gather(1, chosen).mean() for each in (cold, led)]
     assert pair.ppl_ratio == pytest.approx(float((gained[0] - gained[1]).exp()), rel=1e-4)

@@ -52,7 +52,7 @@ class _Prompt:
     tokens: IntArray
     priority: int
     semantic: bool
-    standing: Key
+    eviction_key: Key
     """Only pages before this key may be evicted for it: none that were used since it was served."""
 
     @property
@@ -114,9 +114,9 @@ class Healer:
         tokens = sequence.tokens[: sequence.prompt_length].copy()
         if not self._whole(tokens):
             return  # shorter than a page: nothing of it can be cached
-        standing = self._cache.eviction_key(lease.priority)
+        eviction_key = self._cache.eviction_key(lease.priority)
         prompt = _Prompt(
-            lease.rid, lease.namespace, tokens, lease.priority, lease.semantic, standing
+            lease.rid, lease.namespace, tokens, lease.priority, lease.semantic, eviction_key
         )
         self._waiting[prompt.name] = prompt
         self._waiting.move_to_end(prompt.name)
@@ -165,7 +165,7 @@ class Healer:
         sequence = prompt.sequence(end)
         lease = self._cache.lease(sequence.view())
         try:
-            if not self._cache.grow(lease, end, prompt.standing):
+            if not self._cache.grow(lease, end, prompt.eviction_key):
                 return self._drop(prompt)
             self._begun = True
             sequence.start(lease)

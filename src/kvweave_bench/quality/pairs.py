@@ -188,7 +188,7 @@ class _Lane:
             return tokens[: common + 1], served.trace.logits[: common + 1]
         self._prepare(case, recordings)
         led = self.session.serve(
-            case.recipient, len(tokens), dictated=tokens, protected_from=case.protected_from
+            case.recipient, len(tokens), forced=tokens, protected_from=case.protected_from
         )
         return tokens, led.trace.logits
 

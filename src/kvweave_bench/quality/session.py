@@ -135,13 +135,13 @@ class Session:
         self,
         prompt: IntArray,
         max_tokens: int,
-        dictated: Sequence[int] = (),
+        forced: Sequence[int] = (),
         protected_from: int | None = None,
         session: str | None = None,
     ) -> Served:
-        """Answer greedily, or with the tokens `dictated` (teacher forcing). Raises KvweaveError."""
-        self.recorder.begin(dictated)
-        with nullcontext() if dictated else quiet_collector():  # teacher forcing is not timed
+        """Answer greedily, or with the tokens `forced` (teacher forcing). Raises KvweaveError."""
+        self.recorder.begin(forced)
+        with nullcontext() if forced else quiet_collector():  # teacher forcing is not timed
             answer = self._run(prompt, max_tokens, protected_from=protected_from, session=session)
         trace = self.recorder.trace()
         return Served(answer, trace, self._decode(trace.tokens, skip_special_tokens=True))

@@ -86,7 +86,7 @@ class _Store:
 
     @property
     def nbytes(self) -> int:
-        """What finding moved text needs beside the tree: doors, and a map from pages to paths."""
+        """What finding moved text needs beside the tree: anchors, and a map from pages to paths."""
         return self.index.anchors.nbytes + self.donors.nbytes
 
     def look_up(self, prompt: IntArray) -> int:

@@ -176,14 +176,14 @@ def set_snares(audit: Audit) -> None:
     before(Reporter, "planned", lambda *_: audit.maybe("counting"))
     before(Reporter, "snapshot", lambda *_: audit.maybe("gauges"))
     before(Healer, "_advance", lambda *_: audit.maybe("healing", 0.05))
-    before(ModelSubprocess, "ask", lambda sidecar, _: _kill(audit, sidecar))
+    before(ModelSubprocess, "ask", lambda subprocess, _: _kill(audit, subprocess))
 
 
-def _kill(audit: Audit, sidecar: ModelSubprocess) -> None:
+def _kill(audit: Audit, subprocess: ModelSubprocess) -> None:
     """Whatever embeds texts dies now and then; the next question starts another."""
-    if sidecar._running and audit.chance.random() < 4 * _CHANCE:
+    if subprocess._running and audit.chance.random() < 4 * _CHANCE:
         audit.say("fault", phase="embedder killed", rid=None)
-        sidecar._running[0].kill()
+        subprocess._running[0].kill()
 
 
 def look_inside(audit: Audit) -> None:

@@ -142,8 +142,8 @@ class Admission:
         group = sequence.group
         if group.running and not group.prompt_computed:
             return True  # a sibling is computing the very same prompt
-        promised = self._cache.pending_prefix(sequence.view(), matched)
-        if promised <= matched:
+        pending = self._cache.pending_prefix(sequence.view(), matched)
+        if pending <= matched:
             return False
         if matched > sequence.best_match:
             sequence.best_match = matched

@@ -162,7 +162,7 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return False
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any]:
-        """Fill slots of the request's own with the promised span; 0 and no slots if that fails."""
+        """Fill slots of the request's own with the reported span; 0 and no slots if that fails."""
         req = params.req
         found = self._found.get(req)
         nothing = 0, req.last_node
