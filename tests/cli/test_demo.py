@@ -19,7 +19,8 @@ def test_the_demo_prints_both_times_and_the_coloured_prompt(capfd, monkeypatch):
     assert shown != plain, "the map has colours"
     assert re.search(r"cold +[\d,]+ ms +\d+ +0\b", plain)
     computed, reused = map(int, re.search(r"warm +[\d,]+ ms +(\d+) +(\d+)", plain).groups())
-    assert reused > 10 * computed
+    seam = 32  # the first tokens of what was moved are computed again
+    assert reused > 10 * (computed - seam)
     assert re.search(r"[\d.]+ times sooner", plain)
     assert "The lighthouse at Marrow Point" in plain
     assert re.search(r"moved \d{3}", plain)

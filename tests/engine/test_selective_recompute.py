@@ -259,6 +259,7 @@ def test_a_model_that_needs_all_tokens_in_all_layers_is_told_apart(tiny):
 def test_what_is_recomputed_does_not_depend_on_other_requests(tiny, strategy, chunk):
     """The same plan, alone and beside others that decode, prefill and ask the same."""
     fuzzy = FuzzyConfig(
+        refresh_tokens=0,
         stride=4, min_span=8, min_suffix=2, sink_tokens=2, min_reuse_ratio=0.0, refresh=0.15,
         refresh_strategy=strategy, time_budget_ms=10_000.0,
     )  # fmt: skip

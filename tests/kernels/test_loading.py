@@ -43,7 +43,7 @@ def test_a_missing_library_is_told_once_and_torch_takes_over(
             CpuAttention()
     kernels.load.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
-        "The compiled CPU kernels cannot be used (they were not built, for want of a C compiler): "
+        "The compiled CPU kernels cannot be used (they were not built: no C compiler was found): "
         "attention on CPUs and moving KV run in plain torch, several times slower."
     ]
 

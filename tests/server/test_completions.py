@@ -207,6 +207,7 @@ def test_the_plan_is_told_on_request(client, engine):
             "tier": "exact",
             "donor": None,
             "donor_start": 0,
+            "generation": 0,
         },
         {
             "prompt": 0,
@@ -215,6 +216,7 @@ def test_the_plan_is_told_on_request(client, engine):
             "tier": "moved",
             "donor": "other",
             "donor_start": 40,
+            "generation": 0,
         },
     ]
     assert complete(client, return_plan=True, n=2)["kvweave_plan"] == expected

@@ -58,7 +58,9 @@ class RequestMetrics:
         self._ended: float | None = None
 
     def note(self, delta: OutputDelta) -> None:
-        """Add one delta, as it arrives."""
+        """Add one delta, as it arrives; one that comes after `close` counts nowhere."""
+        if self._ended is not None:
+            return
         now = time.perf_counter()
         self.usage = delta.usage  # of the prompt, which all its answers share
         if delta.plan:
