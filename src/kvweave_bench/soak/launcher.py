@@ -32,7 +32,7 @@ from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.relocation import TensorMover
 from kvweave.paraphrase.model_subprocess import ModelSubprocess
 from kvweave.paraphrase.semantic import SemanticProvider
-from kvweave.prefix.contract import PrefixCache
+from kvweave.prefix.base import CacheBackend
 from kvweave.prefix.hash import HashCache
 from kvweave.prefix.plan import Tier
 from kvweave.prefix.radix import RadixCache
@@ -114,7 +114,7 @@ def set_traps(audit: Audit) -> None:
         before(cache, "publish", lambda _, lease, *__: trap("publish", [lease.rid]))
     for method in ("record", "grow"):
         before(
-            PrefixCache,
+            CacheBackend,
             method,
             lambda _, lease, *__, method=method: trap(method, [lease.rid]),
         )
