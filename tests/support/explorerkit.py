@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import httpx
 
-from kvweave.config import CacheConfig, EngineConfig, ServerConfig
+from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
 from support.enginekit import make_world
 from support.serverkit import RunningServer, eventually, toy_card, toy_tokenizer
@@ -27,7 +27,9 @@ def explored(backend: str = "fuzzy_match", **server: object) -> Iterator[httpx.C
     tokenizer = world.engine.loaded.tokenizer = toy_tokenizer()
     # It answers in a part of the letters, but reads all of them.
     world.engine.limits = replace(world.engine.limits, vocab_size=len(tokenizer))
-    config = EngineConfig(cache=CacheConfig(prefix_cache_backend=backend))
+    # No seams: a moved text is one run on the page.
+    fuzzy = FuzzyConfig(refresh_tokens=0)
+    config = EngineConfig(cache=CacheConfig(prefix_cache_backend=backend), fuzzy=fuzzy)
     running = RunningServer(
         AsyncEngine(world.engine),
         ServerConfig(port=0, **server),
