@@ -23,12 +23,12 @@ DOCUMENT = (
 @contextlib.contextmanager
 def explored(backend: str = "fuzzy_match", **server: object) -> Iterator[httpx.Client]:
     """A client of a fresh server over an empty cache."""
-    world = make_world(backend, page_size=PAGE, pool_tokens=PAGE * 256)
+    # No seams: a moved text is one run on the page.
+    fuzzy = FuzzyConfig(refresh_tokens=0)
+    world = make_world(backend, page_size=PAGE, pool_tokens=PAGE * 256, fuzzy=fuzzy)
     tokenizer = world.engine.loaded.tokenizer = toy_tokenizer()
     # It answers in a part of the letters, but reads all of them.
     world.engine.limits = replace(world.engine.limits, vocab_size=len(tokenizer))
-    # No seams: a moved text is one run on the page.
-    fuzzy = FuzzyConfig(refresh_tokens=0)
     config = EngineConfig(cache=CacheConfig(prefix_cache_backend=backend), fuzzy=fuzzy)
     running = RunningServer(
         AsyncEngine(world.engine),
