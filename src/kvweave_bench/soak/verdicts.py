@@ -150,12 +150,13 @@ def _wrong_plan(prompts: list[list[int]], plan: list[dict[str, Any]]) -> list[st
     latest, so the two may differ under pressure."""
     wrong = []
     for at, prompt in enumerate(prompts):
-        behind = 0
+        behind: dict[int, int] = {}
         for span in (span for span in plan if span["prompt"] == at):
+            answer = span.get("answer", 0)  # one whose plan differs has spans of its own
             start, end = span["start"], span["start"] + span["length"]
-            if start < behind or span["length"] < 1 or span["donor_start"] < 0:
+            if start < behind.get(answer, 0) or span["length"] < 1 or span["donor_start"] < 0:
                 wrong.append(f"span {span} overlaps the one before")
-            behind = end
+            behind[answer] = end
             if span["tier"] == "exact":
                 continue
             if start < SINKS or span["donor_start"] < SINKS or end > len(prompt) - LAST:
