@@ -97,11 +97,11 @@ class Metrics:
 
     def request_ended(self, outcome: str, generated: int | None, seconds: float) -> None:
         """Count a prompt whose answers have all ended; `generated` is None if it was not served."""
+        if generated is not None:
+            self._answer_lengths.observe(generated)  # also if a later prompt of it was refused
         if outcome == "refused":  # counted by RefusalCounter
             return
         self._requests.inc()
-        if generated is not None:
-            self._answer_lengths.observe(generated)
         if outcome == "abort":
             self._aborted.inc()
         elif outcome == "error":
