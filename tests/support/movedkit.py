@@ -6,22 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.pool import PagePool
 from kvweave.prefix.contract import CacheOptions
 from support.enginekit import FAMILIES, World, make_world, prompt, request
-
-SMALL = FuzzyConfig(
-    stride=4,
-    min_span=8,
-    min_suffix=2,
-    sink_tokens=2,
-    min_reuse_ratio=0.0,
-    refresh_tokens=0,
-    time_budget_ms=10_000.0,
-)
-
+from support.fuzzy_world import SMALL
 
 DOCUMENT = prompt(120, 1)
 

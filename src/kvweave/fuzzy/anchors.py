@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from kvweave.errors import IntegrityError
-from kvweave.fuzzy.matcher import HashArray, Offsets
+from kvweave.fuzzy.matcher import PLACES_TRIED, HashArray, Offsets, RunT
 from kvweave.kv.pool import IntArray
 
 _NONE = -1
@@ -67,6 +69,20 @@ class AnchorTable:
             slots.append(self._slots[anchor])
             anchor = self._olders[anchor]
         return slots
+
+    def longest_run(
+        self, anchor: int, offset: int, run_at: Callable[[int], RunT | None]
+    ) -> RunT | None:
+        """The longest run that covers `offset`, of those through the newest places of `anchor`.
+
+        `run_at(slot)` gives the run through a place, or None if the tokens there differ.
+        """
+        best: RunT | None = None
+        for slot in self.slots(anchor, PLACES_TRIED):
+            run = run_at(slot)
+            if run is not None and run.start <= offset and (not best or run.length > best.length):
+                best = run
+        return best
 
     # Changing.
 

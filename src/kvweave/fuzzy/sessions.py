@@ -22,9 +22,9 @@ import numpy as np
 
 from kvweave.errors import IntegrityError
 from kvweave.fuzzy.anchors import AnchorTable
+from kvweave.fuzzy.donors import slots_of
 from kvweave.fuzzy.matcher import (
-    PLACES_TRIED,
-    block_hashes,
+    anchors_of,
     run_around,
     runs_through,
     window_hashes,
@@ -163,13 +163,10 @@ class SessionDonors:
         self._anchor(segment)
 
     def _anchor(self, segment: Segment) -> None:
-        size, stride = self._pool.page_size, self._stride
-        hashes = block_hashes(
-            segment.text[segment.first : segment.end], stride, self._seed(segment.session)
-        )
-        last = segment.first % size + stride - 1 + stride * np.arange(len(hashes))
-        slots = (segment.pages[last // size] * size + last % size).astype(np.int32)
-        self._anchors.open(hashes, slots)
+        size, text = self._pool.page_size, segment.text[segment.first : segment.end]
+        hashes, ends = anchors_of(text, 0, 0, self._stride, self._seed(segment.session))
+        ends += segment.first % size
+        self._anchors.open(hashes, segment.pages[ends // size] * np.int32(size) + ends % size)
 
     # Finding.
 
@@ -186,23 +183,17 @@ class SessionDonors:
         offsets += exact
 
         def longest_at(hit: int) -> SessionCandidate | None:
-            return self._longest(view, int(offsets[hit]), int(anchors[hit]))
+            offset = int(offsets[hit])
+            last = offset + self._stride - 1
+            return self._anchors.longest_run(
+                int(anchors[hit]), offset, lambda slot: self._run_around(view, last, slot)
+            )
 
         return runs_through(offsets, self._stride, longest_at, seconds)
 
-    def _longest(self, view: RequestView, offset: int, anchor: int) -> SessionCandidate | None:
-        best = None
-        for slot in self._anchors.slots(anchor, PLACES_TRIED):
-            page, within = divmod(slot, self._pool.page_size)
-            run = self._run_around(view, offset + self._stride - 1, page, within)
-            if run is not None and run.start <= offset and (not best or run.length > best.length):
-                best = run
-        return best
-
-    def _run_around(
-        self, view: RequestView, position: int, page: int, within: int
-    ) -> SessionCandidate | None:
+    def _run_around(self, view: RequestView, position: int, slot: int) -> SessionCandidate | None:
         """The longest equal run in which the prompt's `position` meets a slot of a segment."""
+        page, within = divmod(slot, self._pool.page_size)
         segment = self._at_page[page]
         if segment.session != (view.namespace, view.session):
             return None  # two sessions whose blocks have the same hash
@@ -221,8 +212,7 @@ class SessionDonors:
         """The slots of a run, in order: int32 (length)."""
         size = self._pool.page_size
         base = run.segment.first // size * size
-        at = np.arange(run.donor_start - base, run.donor_end - base, dtype=np.int32)
-        return run.segment.pages[at // size] * np.int32(size) + at % np.int32(size)
+        return slots_of(run.segment.pages, size, run.donor_start - base, run.donor_end - base)
 
     # Holding and giving up.
 

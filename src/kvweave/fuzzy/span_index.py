@@ -8,7 +8,7 @@ import numpy as np
 
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.anchors import AnchorTable
-from kvweave.fuzzy.matcher import PLACES_TRIED, anchors_of, runs_through, window_hashes
+from kvweave.fuzzy.matcher import anchors_of, runs_through, window_hashes
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.hash_index import namespace_seed
@@ -42,15 +42,13 @@ class SpanIndex(FuzzyMatchProvider):
 
     def _longest(self, view: RequestView, offset: int, anchor: int) -> Candidate | None:
         """The longest run through the window at `offset`, among the newest places of its text."""
-        best = None
-        for slot in self.anchors.slots(anchor, PLACES_TRIED):
+
+        def run_at(slot: int) -> Candidate | None:
             page, within = divmod(slot, self.donors.page_size)
-            run = self.donors.run_around(
-                view, offset + self._stride - 1, page, self.donors.start(page) + within
-            )
-            if run is not None and run.start <= offset and (not best or run.length > best.length):
-                best = run
-        return best
+            last = offset + self._stride - 1
+            return self.donors.run_around(view, last, page, self.donors.start(page) + within)
+
+        return self.anchors.longest_run(anchor, offset, run_at)
 
     def on_published(self, run: PublishedRun) -> None:
         size, stride = self.donors.page_size, self._stride

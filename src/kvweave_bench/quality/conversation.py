@@ -11,8 +11,9 @@ from kvweave.engine.selfcheck.measure import kl_divergence
 from kvweave.kv.pool import IntArray
 from kvweave_bench.measure import quiet_collector
 from kvweave_bench.quality.chat import Chat
-from kvweave_bench.quality.metrics import Estimate, bootstrap, perplexity_ratio
+from kvweave_bench.quality.metrics import bootstrap, perplexity_ratio
 from kvweave_bench.quality.session import Session
+from kvweave_bench.quality.summary import Figure, row_of
 from kvweave_bench.quality.variants import DEFAULT, Variant
 from kvweave_bench.report import Row
 from kvweave_bench.setting import Setting
@@ -25,7 +26,7 @@ REPORTED = (2, 5, 10, 20)
 _DOCUMENT, _SAID, _ANSWER = 1024, 96, 24
 """Tokens of the document, of what the user adds every turn, and of an answer at most."""
 _SLOTS = 32_768
-KEYED, WITHOUT = f"{DEFAULT}", f"{DEFAULT}-no-key"
+KEYED, WITHOUT = DEFAULT, f"{DEFAULT}-no-key"
 
 
 @dataclass(slots=True)
@@ -115,28 +116,19 @@ def turns(setting: Setting) -> int:
 def _rows(name: str, figures: _Turns) -> list[Row]:
     arm = f"{NAME}/{name}"
     found = [
-        _row("reused_share", arm, bootstrap(figures.reused), "share of the prompt"),
-        _row("reused_share_least", arm, bootstrap([min(figures.reused)]), "share of the prompt"),
-        _row("first_token_speedup", arm, bootstrap(figures.against_cold, "median"), "x"),
-        _row("first_token_of_radix", arm, bootstrap(figures.against_radix, "median"), "x"),
+        (arm, Figure("reused_share", bootstrap(figures.reused), "share of the prompt")),
+        (
+            arm,
+            Figure("reused_share_least", bootstrap([min(figures.reused)]), "share of the prompt"),
+        ),
+        (arm, Figure("first_token_speedup", bootstrap(figures.against_cold, "median"), "x")),
+        (arm, Figure("first_token_of_radix", bootstrap(figures.against_radix, "median"), "x")),
     ]
     for turn in REPORTED:
         if turn in figures.kl:
             at = f"{arm}/turn-{turn}"
-            found.append(_row("kl_mean", at, bootstrap(figures.kl[turn]), "nats"))
-            found.append(_row("ppl_ratio", at, bootstrap(figures.ppl[turn]), "x"))
+            found.append((at, Figure("kl_mean", bootstrap(figures.kl[turn]), "nats")))
+            found.append((at, Figure("ppl_ratio", bootstrap(figures.ppl[turn]), "x")))
     later = [value for turn, kl in figures.kl.items() if turn > 1 for value in kl]
-    found.append(_row("kl_mean", arm, bootstrap(later), "nats"))
-    return found
-
-
-def _row(metric: str, arm: str, estimate: Estimate, unit: str) -> Row:
-    return Row(
-        metric=metric,
-        arm=arm,
-        value=estimate.value,
-        unit=unit,
-        n=estimate.n,
-        p5=estimate.low,
-        p95=estimate.high,
-    )
+    found.append((arm, Figure("kl_mean", bootstrap(later), "nats")))
+    return [row_of(*each) for each in found]

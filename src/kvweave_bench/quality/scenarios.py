@@ -158,16 +158,19 @@ def _in_other_words(
     return whole, without, alone
 
 
-def choose_scenarios(names: str | None) -> list[Scenario]:
-    """Cells out of `name,name`, all of them without names; KvweaveError for what is none."""
+def choose_scenarios(names: str | None, beside: tuple[str, ...] = ()) -> list[Scenario]:
+    """Cells out of `name,name`, all of them without names; KvweaveError for what is none.
+
+    Names in `beside` are known too, and left to the caller.
+    """
     if names is None:
         return list(SCENARIOS)
     known = {scenario.name: scenario for scenario in SCENARIOS}
     wanted = [name.strip() for name in names.split(",")]
     for name in wanted:
-        if name not in known:
-            raise KvweaveError(f"cells are {', '.join(known)}, not {name!r}")
-    return [known[name] for name in wanted]
+        if name not in (*known, *beside):
+            raise KvweaveError(f"cells are {', '.join((*known, *beside))}, not {name!r}")
+    return [known[name] for name in wanted if name in known]
 
 
 SCENARIOS = (

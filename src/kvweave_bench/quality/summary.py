@@ -56,7 +56,7 @@ def figures(cases: Sequence[Case], pairs: Sequence[Pair]) -> list[Figure]:
 def rows(compared: Compared) -> list[Row]:
     """What the report's file holds; p5 and p95 are the ends of the 90 % interval of the value."""
     return [
-        _row(f"{compared.scenario.name}/{variant.name}", figure)
+        row_of(f"{compared.scenario.name}/{variant.name}", figure)
         for variant, pairs in compared.pairs.items()
         for figure in figures(compared.cases, pairs)
     ]
@@ -75,7 +75,8 @@ def fact_of(case: Case, answer: str) -> Verdict:
     return verdict(answer, case.gold or "", case.decoy)
 
 
-def _row(variant: str, figure: Figure) -> Row:
+def row_of(variant: str, figure: Figure) -> Row:
+    """One figure of one variant, as the report's file holds it."""
     estimate = figure.estimate
     speedup = figure.metric == "first_token_speedup"
     return Row(

@@ -31,10 +31,8 @@ _VARIANTS = (
 def measure(setting: Setting) -> list[Row]:
     """All scenarios, one after another; the page is written when the last is done."""
     options = setting.options
-    wanted = None if options.cells is None else [w.strip() for w in options.cells.split(",")]
-    sessions = wanted is None or conversation.NAME in wanted
-    names = None if wanted is None else ",".join(w for w in wanted if w != conversation.NAME)
-    scenarios = [] if names == "" else choose_scenarios(names)
+    scenarios = choose_scenarios(options.cells, beside=(conversation.NAME,))
+    sessions = options.cells is None or conversation.NAME in options.cells
     variants = list(_VARIANTS) if options.arms is None else parse_variants(options.arms)
     html = None if options.html is None else Path(options.html)
     if html is not None:

@@ -106,7 +106,7 @@ class ModelRunner:
         softcap: float | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        """The attention function of every layer, as transformers calls it (see models.hook)."""
+        """The attention function of every layer, as transformers calls it (see models.hooks)."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         call = self._calls.get(layer)
         if call is None:
