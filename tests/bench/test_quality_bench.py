@@ -55,6 +55,25 @@ def test_rows_and_page_come_out_of_one_run(
     assert "near-duplicate/copy/0" in shown.getvalue()
 
 
+def test_a_session_reuses_more_of_its_turns_than_requests_without_a_key(
+    model: str, make_corpus: Callable[[int], Corpus], tmp_path: Path
+) -> None:
+    make_corpus(0)
+    keep_texts(tmp_path)
+    options = BenchOptions(model=model, n=1, quick=True, cells="session-20")
+    report = run_bench("quality", options, console=Console(file=io.StringIO()))
+    rows = {(row.metric, row.arm): row for row in report.rows}
+    keyed, without = "session-20/default", "session-20/default-no-key"
+    turns = 2  # of three; the first reuses nothing
+    assert {rows["reused_share", arm].n for arm in (keyed, without)} == {turns}
+    least = "reused_share_least"
+    assert rows[least, keyed].value > rows[least, without].value + 0.05
+    assert rows["kl_mean", f"{keyed}/turn-2"].n == 1
+    assert ("kl_mean", f"{keyed}/turn-5") not in rows
+    speedup = rows["first_token_speedup", keyed]
+    assert (speedup.baseline, speedup.ratio) == ("cold", speedup.value)
+
+
 def test_other_words_are_measured_with_and_without_on_the_same_prompts(
     model: str,
     make_corpus: Callable[[int], Corpus],
