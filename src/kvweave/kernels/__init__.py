@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import ctypes.util
 import logging
 from functools import cache
 from pathlib import Path
@@ -104,11 +104,11 @@ class Library:
 @cache
 def load() -> Library | None:
     """The kernels, or None; the reason is logged once."""
-    spec = importlib.util.find_spec("kvweave.kernels._native")
+    path = Path(__file__).with_name("_native.so")
     reason = "they were not built: no C compiler was found"
-    if spec is not None and spec.origin is not None:
+    if path.exists():
         try:
-            return Library(Path(spec.origin))
+            return Library(path)
         except (OSError, AttributeError) as error:
             reason = str(error)
     logger.warning(
@@ -120,14 +120,21 @@ def load() -> Library | None:
 
 
 def _share_openmp() -> None:
-    """Make the kernels use torch's OpenMP threads.
+    """Make the kernels use torch's OpenMP threads, or the system's where torch brings none.
 
     A second OpenMP runtime would start its own threads, which compete with torch's for the cores:
-    torch's threads spin for a while after each operation. Symbols of torch's runtime, once global,
-    are the first that the kernels resolve.
+    torch's threads spin for a while after each operation. The kernels name no runtime: they
+    resolve their symbols in the first one that is global.
     """
     folder = Path(torch.__file__).parent
-    for places in (folder / "lib", folder.parent / "torch.libs"):
-        for runtime in places.glob("lib*omp*.so*"):
-            if runtime.name.startswith(("libgomp", "libomp", "libiomp")):
-                ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    runtimes = [
+        str(path)
+        for places in (folder / "lib", folder.parent / "torch.libs")
+        for path in places.glob("lib*omp*.so*")
+        if path.name.startswith(("libgomp", "libomp", "libiomp"))
+    ]
+    system = ctypes.util.find_library("gomp")
+    if not runtimes and system is not None:
+        runtimes = [system]
+    for runtime in runtimes:
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
