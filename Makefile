@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Models and texts, fetched once and shared by checkouts. Set it to keep them somewhere else.
 export KVWEAVE_CACHE ?= $(HOME)/.cache/kvweave
-# What the project is for. Exact reuse only: make serve SERVE_FLAGS="--prefix-cache-backend radix"
-SERVE_FLAGS ?= --prefix-cache-backend fuzzy_match
+# What the project is for. Exact reuse only: make serve SERVE_FLAGS="--prefix-cache-backend radix";
+# of a flag that is given twice, the last one counts.
+SERVE_FLAGS ?=
 
 WHEEL_PYTHON ?= $(PYTHON)
 
@@ -48,7 +49,7 @@ texts: install
 	@$(BIN)/python -m kvweave_bench.texts
 
 serve: model
-	$(BIN)/kvweave serve --port 8000 $(SERVE_FLAGS)
+	$(BIN)/kvweave serve --port 8000 --prefix-cache-backend fuzzy_match $(SERVE_FLAGS)
 
 check: install
 	$(BIN)/ruff check src tests

@@ -78,6 +78,12 @@ BACKENDS: Mapping[str, Backend] = {
     "fuzzy_match": Backend("kvweave.fuzzy.backend:FuzzyCache", moves=True, exact="radix"),
 }
 
+
+def moving_backends() -> tuple[str, ...]:
+    """Names of the backends that reuse text at other positions."""
+    return tuple(name for name, backend in BACKENDS.items() if backend.moves)
+
+
 FUZZY_PROVIDERS = Registry(
     "fuzzy provider",
     {

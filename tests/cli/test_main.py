@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
@@ -64,7 +65,7 @@ def test_an_unsupported_model_is_reported_in_one_sentence(monkeypatch, capfd):
         raise UnsupportedModelError("gpt9 cannot be served: it has no layers.")
 
     monkeypatch.setattr("kvweave.models.load_model", refuse)
-    assert run("info") == 2
+    assert run("info", "--model", "gpt9") == 2
     assert capfd.readouterr().err == "kvweave: gpt9 cannot be served: it has no layers\n"
 
 
@@ -110,6 +111,18 @@ def test_options_of_the_command_line_reach_the_bench(monkeypatch, tmp_path):
     assert run("bench", "lookup", "--quick", "--seed", "7", "--json", str(file)) == 0
     [(name, options, json_path)] = told
     assert (name, options.quick, options.seed, json_path) == ("lookup", True, 7, file)
+
+
+def test_info_without_a_model_loads_no_torch():
+    code = (
+        "import sys; from kvweave.cli.main import main\n"
+        "try: main(['info'])\n"
+        "except SystemExit as left: sys.exit(left.code or 9 * ('torch' in sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert version("torch") in shown.stdout
+    assert "packaged" in shown.stdout
 
 
 def test_info_shows_facts_about_a_model(tiny_folder, capsys):

@@ -204,6 +204,7 @@ def test_the_page_needs_no_key_and_its_data_does():
     with RunningServer(FakeEngine(), config) as server, server.client() as client:
         for path in ("/explorer", "/explorer/static/app.js"):
             assert client.get(path).status_code == 200
+        assert client.get("/").headers["location"] == "explorer", "the bare address leads there"
         for path in ("overview", "prompts/1", "prompts/1/why-not", "tree"):
             assert client.get(f"/explorer/api/{path}").status_code == 401
         assert client.get("/explorer/static/../api/overview").status_code == 401

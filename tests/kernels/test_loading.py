@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import subprocess
 import sys
@@ -37,7 +36,7 @@ def test_a_missing_library_is_told_once_and_torch_takes_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernels.load.cache_clear()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "LIBRARY", Path("/no/such/library.so"))
     with caplog.at_level(logging.WARNING, logger="kvweave.kernels"):
         for _ in range(2):
             CpuAttention()

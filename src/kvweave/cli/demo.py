@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvweave.engine.types import Completion
     from kvweave.explorer.history import SourceRun
 
+BACKEND = "fuzzy_match"
 FIRST = "Read this and say in one sentence what it is about.\n\n{document}"
 SECOND = (
     "You answer questions about a text. Be brief.\n\nText:\n{document}\n"
@@ -53,7 +54,7 @@ class _Timed:
 def demo(model: ModelConfig) -> None:
     """Show what moved text is worth: one document, two wrappers, a cold and a warm clock."""
     console = Console()
-    cache = CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=16_384)
+    cache = CacheConfig(prefix_cache_backend=BACKEND, max_total_tokens=16_384)
     document = files("kvweave.explorer").joinpath("static/sample.txt").read_text("utf-8")
     # Off: the demo shows by itself what the self-check measures.
     fuzzy = FuzzyConfig(self_check="off")
@@ -147,7 +148,11 @@ def _map(session: Session, console: Console, timed: _Timed) -> None:
     console.print(legend, end="\n\n")
     words = pieces(TokenTexts(session.reader.tokenizer), timed.prompt)
     console.print(Padding(_coloured(runs, words), (0, 2)))
-    console.print("\n[dim]The same, live and for every prompt: kvweave serve, then /explorer[/]")
+    console.print(
+        "\n[dim]The same, live and for every prompt: kvweave serve --prefix-cache-backend "
+        f"{BACKEND}, then /explorer[/]",
+        soft_wrap=True,
+    )
 
 
 def _coloured(runs: Iterable[SourceRun], words: list[str]) -> Text:

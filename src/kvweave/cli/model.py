@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -23,36 +27,77 @@ if TYPE_CHECKING:
 FAILED = 1
 """Exit code of check-model for a model that should be served with exact reuse only."""
 
+_VECTORS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "i8mm", "bf16")
+"""Instruction sets that make the kernels or torch faster, by Linux's names."""
+
 _COLUMNS = ("texts", "n", "KL mean", "KL worst", "same top")
 _FACTS = ("right cold", "warm", "misled")
 
 
 @takes_settings(model=ModelConfig)
 def info(model: ModelConfig) -> None:
-    """Show versions, hardware, backends, and what is known of a model."""
+    """Show versions, hardware and backends; with --model also what is known of that model."""
     check_machine(EngineConfig(model=model))
-    import torch  # imported here: it takes seconds
-    import transformers
-
-    from kvweave.engine.attention import get_backend
-    from kvweave.models import load_model
-
-    with loading_bar() as progress:
-        loaded = load_model(model, progress)
-    attention = get_backend(model.attention_backend, loaded.device)
     facts = {
         "kvweave": __version__,
         "python": platform.python_version(),
-        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
-        "transformers": transformers.__version__,
-        "device": _device(loaded.device),
-        "attention": f"{attention.name}, {_kernel(attention.name)}",
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "processor": _processor(),
+        "kernels": _kernels(),
         "prefix caches": ", ".join(choices_of("prefix-cache-backends")),
         "fuzzy providers": ", ".join(choices_of("fuzzy-providers")),
-        **_model_facts(loaded),
     }
+    if model.model is None:
+        facts["model"] = "the packaged one; --model shows facts about another"
+    else:
+        facts |= _loaded_facts(model)
     for name, value in facts.items():
         typer.echo(f"{name:<16} {value}")
+
+
+def _processor() -> str:
+    """Name, cores and vector instructions, read from Linux where this is Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    known = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
+    has = set(known.get("flags", "").split())
+    name = known.get("model name") or platform.processor() or platform.machine()
+    vectors = [flag for flag in _VECTORS if flag in has]
+    return ", ".join([name, f"{os.cpu_count()} cores", *vectors])
+
+
+def _kernels() -> str:
+    library = files("kvweave").joinpath("kernels/_native.so")
+    return "compiled" if library.is_file() else "not compiled: attention runs in plain torch"
+
+
+def _loaded_facts(config: ModelConfig) -> dict[str, str]:
+    # Imported here: torch and the models' code take seconds to load.
+    import torch
+
+    from kvweave.engine.attention import get_backend
+    from kvweave.kv.tensors import KVTensors
+    from kvweave.models import load_model
+
+    with loading_bar() as progress:
+        loaded = load_model(config, progress)
+    attention = get_backend(config.attention_backend, loaded.device)
+    per_token = KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype)
+    fixed = [layout.fixed_because for layout in loaded.layouts if layout.rotary is None]
+    return {
+        "device": f"{loaded.device}, {torch.get_num_threads()} threads",
+        "attention": f"{attention.name}, {_kernel(attention.name)}",
+        "model": loaded.name,
+        "from": loaded.path,
+        "kind": f"{loaded.config.model_type}, {str(loaded.dtype).removeprefix('torch.')}",
+        "context": f"{loaded.context_length:,} tokens",
+        "KV": f"{len(loaded.layouts)} layers, {per_token / 1024:,.1f} KiB per token",
+        "KV can move": "yes" if not fixed else f"no: {fixed[0]}",
+        "chat template": "yes" if loaded.tokenizer.chat_template else "no",
+    }
 
 
 def _kernel(backend: str) -> str:
@@ -64,30 +109,6 @@ def _kernel(backend: str) -> str:
     if library is None:
         return "in plain torch: there is no compiled kernel"
     return f"compiled kernel of level {library.level}, {library.path.name}"
-
-
-def _device(device: Any) -> str:
-    import torch
-
-    if device.type == "cuda":
-        return f"{device}, {torch.cuda.get_device_name(device)}"
-    return f"{device}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _model_facts(loaded: Any) -> dict[str, str]:
-    from kvweave.kv.tensors import KVTensors
-
-    per_token = KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype)
-    fixed = [layout.fixed_because for layout in loaded.layouts if layout.rotary is None]
-    return {
-        "model": loaded.name,
-        "from": loaded.path,
-        "kind": f"{loaded.config.model_type}, {str(loaded.dtype).removeprefix('torch.')}",
-        "context": f"{loaded.context_length:,} tokens",
-        "KV": f"{len(loaded.layouts)} layers, {per_token / 1024:,.1f} KiB per token",
-        "KV can move": "yes" if not fixed else f"no: {fixed[0]}",
-        "chat template": "yes" if loaded.tokenizer.chat_template else "no",
-    }
 
 
 @takes_settings(model=ModelConfig, fuzzy=FuzzyConfig)

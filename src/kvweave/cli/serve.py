@@ -16,6 +16,7 @@ from kvweave.cli.flags import takes_settings
 from kvweave.cli.session import check_machine, load_engine
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.errors import ConfigError
+from kvweave.plugins import moving_backends
 
 if TYPE_CHECKING:
     from kvweave.server.model_card import EngineInfo
@@ -57,6 +58,13 @@ def serve(
                 f"kvweave serves {facts.card.name} at {url}/v1 "
                 f"({behind}{backend} cache, room for {pool:,} tokens)"
             )
+            if server.explorer:
+                _say(f"what each prompt reused: {url}/explorer")
+            if backend not in moving_backends():
+                _say(
+                    f"{backend} reuses no text at other positions; what does: "
+                    f"--prefix-cache-backend {' or '.join(moving_backends())}"
+                )
 
         # Replicas that die are replaced; an engine of this process is not.
         run(app, server, listening, on_ready=ready, leave_with_engine=cluster.replicas == 1)

@@ -14,7 +14,7 @@ from kvweave.config.fuzzy import FuzzyConfig
 from kvweave.config.model import ModelConfig
 from kvweave.config.scheduler import SchedulerConfig
 from kvweave.config.server import ServerConfig
-from kvweave.plugins import BACKENDS
+from kvweave.plugins import moving_backends
 
 __all__ = [
     "CacheConfig",
@@ -44,12 +44,12 @@ class EngineConfig:
         """Log which of the `given` settings the chosen backend does not read."""
         backend = self.cache.prefix_cache_backend
         flags = [as_flag(name) for name in settings_of(FuzzyConfig) if name in set(given)]
-        if flags and not BACKENDS[backend].moves:
+        if flags and backend not in moving_backends():
             log.warning(
                 "without effect: %s; --prefix-cache-backend %s moves no text, unlike %s",
                 ", ".join(flags),
                 backend,
-                ", ".join(name for name, each in BACKENDS.items() if each.moves),
+                ", ".join(moving_backends()),
             )
 
     def validate(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from kvweave.errors import RequestError
 from kvweave.explorer.history import History, Record
@@ -81,8 +81,8 @@ _T = TypeVar("_T")
 
 
 def explorer_router(service: Service, history: History, backend: str) -> APIRouter:
-    """Routes below /explorer. `backend` is only shown."""
-    router = APIRouter(prefix="/explorer")
+    """Routes below /explorer, where `/` leads to. `backend` is only shown."""
+    root, router = APIRouter(), APIRouter(prefix="/explorer")
     texts = None if service.config.hides_text else service.texts
 
     @router.get("", include_in_schema=False)
@@ -139,7 +139,12 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
         snapshot = await _snapshot(service, history)
         return {"tree": None if snapshot is None else tree_view(snapshot, texts)}
 
-    return router
+    @root.get("/", include_in_schema=False)
+    async def start() -> Response:
+        return RedirectResponse("explorer")
+
+    root.include_router(router)
+    return root
 
 
 def _known(history: History, number: int) -> Record:

@@ -15,6 +15,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+LIBRARY = Path(__file__).with_name("_native.so")
+"""What setup.py builds."""
+
 
 class AttentionCall(ctypes.Structure):
     """One layer's attention for one batch; mirrors `attention_call` in attention.h."""
@@ -104,11 +107,10 @@ class Library:
 @cache
 def load() -> Library | None:
     """The kernels, or None; the reason is logged once."""
-    path = Path(__file__).with_name("_native.so")
     reason = "they were not built: no C compiler was found"
-    if path.exists():
+    if LIBRARY.exists():
         try:
-            return Library(path)
+            return Library(LIBRARY)
         except (OSError, AttributeError) as error:
             reason = str(error)
     logger.warning(

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvweave.config import ServerConfig
 from kvweave.server.errors import error_response
 
-OPEN_PATHS = frozenset({"/health", "/explorer"})
-"""Need no key: load balancers ask for /health, and /explorer is the page that asks for the key."""
+OPEN_PATHS = frozenset({"/health", "/", "/explorer"})
+"""Need no key: load balancers ask for /health; / leads to /explorer, which asks for the key."""
 OPEN_FOLDER = "/explorer/static/"
 """The files of that page."""
 CLIENTS_PATHS = frozenset(
