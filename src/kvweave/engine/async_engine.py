@@ -9,16 +9,19 @@ import time
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from kvweave.engine.engine import Engine
 from kvweave.engine.output.stream import AnswerStream
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
 from kvweave.errors import EngineDeadError, RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 logger = logging.getLogger("kvweave.engine")
 
@@ -52,6 +55,7 @@ class AsyncEngine:
         self._open = True
         self._queued = 0
         """Requests in the inbox."""
+        self._compilers = ThreadPoolExecutor(2, "kvweave-grammar")
         self._accepting = self._stopping = self._blind = False
         self._snapshot = engine.snapshot()
 
@@ -71,6 +75,8 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Start the thread; call it once."""
+        # Later it would hold up the tokens of others.
+        await asyncio.to_thread(self._engine.grammars.prepare)
         self._accepting = True
         self._thread.start()
 
@@ -90,18 +96,34 @@ class AsyncEngine:
     def generate(self, request: GenerateRequest) -> AnswerStream:
         """Deltas of all answers to the request, queued at once; closing the stream aborts them.
 
-        Raises here, not while iterating: RequestError if it cannot be served, OverloadedError if
-        the queue is full, EngineDeadError if the engine has stopped.
+        A request with a grammar is queued once that is compiled, on another thread; RequestError
+        is raised while iterating if it cannot. All else is raised here: RequestError if it cannot
+        be served, OverloadedError if the queue is full, EngineDeadError if the engine has stopped.
         """
         self._admit(request)
         stream = AnswerStream(request.rid, request.sampling.n, self._abandon)
         self._streams[request.rid] = stream
-        added = self._submit(partial(self._add, request, stream))
-        added.add_done_callback(partial(_fail_if_not, stream))
+        spec = request.sampling.grammar
+        if spec is None:
+            self._submit_request(request, stream)
+        else:
+            compiled = self._compilers.submit(self._engine.grammars.compile, spec)
+            compiled.add_done_callback(partial(self._submit_request, request, stream))
         return stream
+
+    def _submit_request(
+        self,
+        request: GenerateRequest,
+        stream: AnswerStream,
+        grammar: Future[LLMatcher] | None = None,
+    ) -> None:
+        added = self._submit(partial(self._add, request, stream, grammar))
+        added.add_done_callback(partial(_fail_if_not, stream))
 
     def abort(self, rid: str) -> None:
         """End a request; its answers finish with "abort". Unknown ids are ignored."""
+        if (stream := self._streams.get(rid)) is not None:
+            stream.aborted = True
         self._submit(partial(self._abort, rid))
 
     async def close_session(self, session: str, cache_salt: str | None) -> int:
@@ -192,11 +214,18 @@ class AsyncEngine:
     def _is_wanted(self) -> bool:
         return bool(self._inbox) or self._stopping
 
-    def _add(self, request: GenerateRequest, stream: AnswerStream) -> None:
+    def _add(
+        self, request: GenerateRequest, stream: AnswerStream, grammar: Future[LLMatcher] | None
+    ) -> None:
         with self._lock:
             self._queued -= 1
-        self._engine.add(request)
+        compiled = None if grammar is None else grammar.result()
+        if compiled is not None and stream.finished:  # closed meanwhile, which aborted nothing
+            return
+        self._engine.add(request, compiled)
         self._readers[request.rid] = stream
+        if stream.aborted:  # meanwhile: nothing was there to abort
+            self._abort(request.rid)
         self._take_snapshot()  # the next step may be long
 
     # The snapshot is taken before clients are told of a change.
@@ -242,6 +271,7 @@ class AsyncEngine:
         with self._lock:
             self._open = False
         gone = EngineDeadError("the engine has stopped")
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         for _, future in self._inbox:
             if future.set_running_or_notify_cancel():
                 future.set_exception(gone)

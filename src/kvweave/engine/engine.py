@@ -18,6 +18,7 @@ from kvweave.engine.execution.batch import BatchBuilder
 from kvweave.engine.execution.executor import BatchExecutor, RowOutput
 from kvweave.engine.heal import Healer
 from kvweave.engine.output.sequence_output import SequenceOutput, SequenceOutputFactory
+from kvweave.engine.sampling.grammar import GrammarCompiler
 from kvweave.engine.scheduler.request import RequestGroup, Sequence, Status
 from kvweave.engine.scheduler.scheduler import Row, Scheduler
 from kvweave.engine.stats import Reporter
@@ -33,6 +34,8 @@ from kvweave.prefix.lease import Namespace
 from kvweave.reorder import CachedPrefixes
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from kvweave.models.load import LoadedModel
 
 logger = logging.getLogger("kvweave.engine")
@@ -63,7 +66,9 @@ class Engine:
         self.scheduler = Scheduler(self.cache, config.scheduler)
         self.dead = False
         """Failed too often in a row: no request is answered any more."""
-        self._maker = SequenceOutputFactory(loaded.tokenizer, loaded.eos_token_ids)
+        self.grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        """Compiles on any thread; the rest of the engine belongs to one."""
+        self._maker = SequenceOutputFactory(loaded.tokenizer, loaded.eos_token_ids, self.grammars)
         self._seeds = np.random.default_rng(config.scheduler.random_seed)
         batch_builder = BatchBuilder(pool.page_size)
         self._executor = BatchExecutor(components, batch_builder)
@@ -82,14 +87,19 @@ class Engine:
         """Whether any request lives."""
         return bool(self._groups)
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a request; RequestError if it cannot be served, OverloadedError if many wait."""
+    def add(self, request: GenerateRequest, grammar: LLMatcher | None = None) -> None:
+        """Queue a request; RequestError if it cannot be served, OverloadedError if many wait.
+
+        `grammar` is the request's, from `grammars.compile`; it is compiled here if left out.
+        """
         if self.dead:
             raise EngineDeadError("the engine failed too often in a row and has stopped")
         self.limits.check(request)
         if request.rid in self._groups:
             raise RequestError(f"a request with rid {request.rid!r} is running", param="rid")
         self.check_queue()
+        if grammar is None and request.sampling.grammar is not None:
+            grammar = self.grammars.compile(request.sampling.grammar)
         group = RequestGroup(request, self.namespace(request.cache_salt))
         prompt, limit = np.array(request.prompt_ids, np.int32), self.limits.longest(request)
         drawn = int(self._seeds.integers(2**63))
@@ -97,7 +107,7 @@ class Engine:
         for index in range(request.sampling.n):
             sequence = Sequence(group, index, self._arrivals, prompt, limit)
             self._arrivals += 1
-            answers[sequence] = self._maker.make(sequence, drawn)
+            answers[sequence] = self._maker.make(sequence, drawn, grammar)
         # Nothing is known of the request until all of it could be made.
         self._groups[request.rid] = group
         self._answers.update(answers)

@@ -13,6 +13,20 @@ from kvweave.prefix.plan import Reuse, Span
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+GrammarKind = Literal["json_schema", "regex", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What a whole answer must match. Equal specs share one compiled grammar."""
+
+    kind: GrammarKind
+    text: str
+    """A JSON schema as JSON, a regular expression, or a grammar in llguidance's Lark dialect."""
+    param: str = field(default="response_format", compare=False)
+    """The request's field that it comes from, for refusals."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen. Names and ranges are OpenAI's, and vLLM's where OpenAI has none.
@@ -45,6 +59,8 @@ class SamplingParams:
     """Only these are ever chosen."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that no answer holds: the last one is impossible after the others."""
+    grammar: GrammarSpec | None = None
+    """Answers match it, except those that `max_tokens` or a stop of the client's cuts off."""
 
     MAX_LOGPROBS = 20
     MAX_N = 128

@@ -6,15 +6,19 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvweave.engine.output.detokenizer import Detokenizer, decoder_of, special_tokens
+from kvweave.engine.sampling.grammar import GrammarCompiler
 from kvweave.engine.sampling.sampler import SamplingState
 from kvweave.engine.scheduler.request import Sequence
 from kvweave.engine.types import FinishReason, OutputDelta, TokenLogprob, Usage
 from kvweave.prefix.plan import runs_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 class StopMatcher:
@@ -168,7 +172,11 @@ class SequenceOutput:
             text = self._watch(self._detokenizer.add(token))
             if self._stops.watches_hidden and token in self._hidden:
                 text += self._watch(self._hidden[token], hidden=True)
-            if self.sequence.length >= self.sequence.limit:
+            grammar = self.sampling.grammar
+            if grammar is not None and grammar.finished:
+                text += self._flush()
+                self.finish_reason = self.finish_reason or "stop"
+            elif self.sequence.length >= self.sequence.limit:
                 text += self._flush()
                 self.finish_reason = self.finish_reason or "length"
         return self._delta(text, (token,), () if logprob is None else (logprob,))
@@ -238,22 +246,31 @@ class SequenceOutput:
 class SequenceOutputFactory:
     """Makes the output of every sequence with the model's tokenizer."""
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, eos_token_ids: Iterable[int], grammars: GrammarCompiler
+    ) -> None:
+        self._grammars = grammars
         self._decode = decoder_of(tokenizer)
         self._special = {
             token: self._decode([token]) for token in sorted(special_tokens(tokenizer))
         }
         self._eos = frozenset(eos_token_ids)
 
-    def make(self, sequence: Sequence, drawn: int) -> SequenceOutput:
-        """`drawn` is the seed of a request without one; its answers get different seeds."""
+    def make(self, sequence: Sequence, drawn: int, grammar: LLMatcher | None) -> SequenceOutput:
+        """`drawn` is the seed of a request without one; its answers get different seeds. `grammar`:
+        the request's, compiled.
+        """
         params = sequence.group.request.sampling
         prompt = sequence.tokens
         ending = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ending |= self._eos
         seed = drawn if params.seed is None else params.seed
-        sampling = SamplingState(params, prompt, ending, seed + sequence.index * _SIBLING)
+        matcher = None
+        if grammar is not None:
+            matcher = self._grammars.matcher(grammar, ending, ignore_eos=params.ignore_eos)
+        seed += sequence.index * _SIBLING
+        sampling = SamplingState(params, prompt, ending, seed, matcher)
         hidden = self._special if params.skip_special_tokens else {}
         detokenizer = Detokenizer(self._decode, prompt, hidden)
         return SequenceOutput(sequence, sampling, detokenizer, ending, hidden)

@@ -13,7 +13,7 @@ class AnswerStream(AsyncIterator[OutputDelta]):
     """Ends when all answers have. Closing, cancelling or dropping it earlier aborts the request.
 
     Only the event loop on which it was made may use it; other threads may read `loop`, `rid` and
-    `finished`.
+    `finished`, and set `aborted`.
     """
 
     _unfinished = 0
@@ -22,6 +22,8 @@ class AnswerStream(AsyncIterator[OutputDelta]):
     def __init__(self, rid: str, answers: int, on_abandoned: Callable[[str], None]) -> None:
         self.rid = rid
         self.loop = asyncio.get_running_loop()
+        self.aborted = False
+        """Whether the request is to end as soon as it exists."""
         self._unfinished = answers
         self._arrived: deque[OutputDelta] = deque()
         self._news = asyncio.Event()

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave.engine.sampling.grammar import GrammarMatcher, mask_logits
 from kvweave.engine.sampling.logits import (
     Adjuster,
     Changes,
@@ -34,20 +35,29 @@ _GREEDY_BELOW = 1e-5
 class SamplingState:
     """One answer's way of choosing: its parameters, its seed, and what they depend on so far."""
 
-    __slots__ = ("adjuster", "drawn", "greedy", "params", "seed")
+    __slots__ = ("adjuster", "drawn", "ending", "grammar", "greedy", "params", "seed")
 
     def __init__(
-        self, params: SamplingParams, prompt: IntArray, ending: Iterable[int], seed: int
+        self,
+        params: SamplingParams,
+        prompt: IntArray,
+        ending: Iterable[int],
+        seed: int,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         """`ending`: tokens that would end the answer; `seed`: any 64 bits."""
         self.params = params
+        self.ending = frozenset(ending)
+        self.grammar = grammar
         self.seed = seed % 2**64
         self.drawn = 0
         self.greedy = params.temperature < _GREEDY_BELOW
-        self.adjuster = Adjuster(params, prompt, ending) if adjusts(params) else None
+        self.adjuster = Adjuster(params, prompt, self.ending) if adjusts(params) else None
 
     def record(self, token: int) -> None:
         """The answer goes on with `token`."""
+        if self.grammar is not None and token not in self.ending:
+            self.grammar.accept(token)
         self.drawn += 1
         if self.adjuster is not None:
             self.adjuster.add(token)
@@ -67,16 +77,19 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> SampledToke
     errors: dict[int, Exception] = {}
     raw = _raw_logprobs(logits, states)
     _adjust(logits, states, errors)
+    constrained = [(row, s.grammar) for row, s in enumerate(states) if s.grammar is not None]
+    errors |= mask_logits(logits, constrained)
     best, chosen = logits.max(dim=-1)
     random = [row for row, state in enumerate(states) if not state.greedy]
     if random:
         chosen[random] = _draw(logits[random], [states[row] for row in random])
     for row in (~best.isfinite()).nonzero().squeeze(-1).tolist():
-        errors[row] = KvweaveError(
+        state = states[row]
+        errors[row] = errors.get(row) or KvweaveError(
             "the model's output holds no valid numbers"
-            if states[row].adjuster is None
-            else "the request leaves no token to choose (allowed_token_ids, bad_words, logit_bias "
-            "and min_tokens together), or the model's output holds no valid numbers"
+            if state.adjuster is None and state.grammar is None
+            else "the request leaves no token to choose (allowed_token_ids, bad_words, logit_bias, "
+            "min_tokens and grammar together), or the model's output holds no valid numbers"
         )
     token_ids = chosen.tolist()
     return SampledTokens(token_ids, _logprobs_of(raw, token_ids, states), errors)
