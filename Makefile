@@ -10,7 +10,7 @@ SERVE_FLAGS ?=
 
 WHEEL_PYTHON ?= $(PYTHON)
 
-.PHONY: serve test wheel test-wheel test-router test-sglang test-ray test-semblend check unit install model texts bench \
+.PHONY: serve test docs wheel test-wheel models-page test-router test-sglang test-ray test-semblend check unit install model texts bench \
 	bench-routing soak clean
 .DEFAULT_GOAL := help
 
@@ -25,6 +25,8 @@ help:
 	@echo "make test-ray      the tests with Ray Serve, which it installs"
 	@echo "make test-semblend the tests with semblend, which it installs"
 	@echo "make bench-routing routers compared; installs Ray and SGLang's router"
+	@echo "make docs    the pages of docs/ as a site, into build/site"
+	@echo "make models-page   which models start, and whose KV moves, into docs/models.md (half an hour)"
 	@echo "make bench   every benchmark, into out/ (an hour and a half)"
 	@echo "make soak    a real server under full load and faults, every answer judged; an hour, or"
 	@echo "             SOAK_MINUTES=5 SOAK_ARMS=radix SOAK_SEED=1 make soak"
@@ -122,6 +124,15 @@ bench-routing: model
 	$(BIN)/pip install -q -e ".[ray]" "sglang-router==0.3.2"
 	@mkdir -p out
 	$(BIN)/python -m kvweave_bench.routing --json out/routing.json
+
+# docs/models.md: every kind of decoder that transformers has, tried with a tiny random model.
+models-page: install
+	cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m support.models_page
+
+# docs/ as a site, in build/site.
+docs: install
+	$(BIN)/pip install -q "mkdocs-material>=9.5"
+	$(BIN)/mkdocs build -q
 
 bench: model texts
 	@mkdir -p out

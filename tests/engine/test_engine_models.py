@@ -166,6 +166,28 @@ def test_a_script_gets_completions_by_prompt_and_sample(llm):
     assert llm.generate([]) == []
 
 
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def test_conversations_are_written_by_the_chat_template(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=4, temperature=0)
+    one = [{"role": "user", "content": "Hello."}]
+    two = [{"role": "system", "content": "Be brief."}, *one]
+    with pytest.raises(RequestError, match="no chat template"):
+        llm.chat(one, sampling)
+    llm.tokenizer.chat_template = TEMPLATE
+    try:
+        expected = llm.generate("<system>Be brief.<user>Hello.<assistant>", sampling)[0]
+        assert llm.chat(two, sampling)[0].token_ids == expected.token_ids
+        several = llm.chat([one, two], sampling)
+        assert [len(each) for each in several] == [1, 1]
+        assert several[1][0].token_ids == expected.token_ids
+        with pytest.raises(RequestError, match="refuses these messages"):
+            llm.chat([{"role": "user", "content": "x"}], sampling, chat_template="{{ no() }}")
+    finally:
+        llm.tokenizer.chat_template = None
+
+
 def test_an_order_is_proposed_and_what_it_promises_is_reused(llm: LLM) -> None:
     head, tail = "Read this:\n", "What is it about?"
     pieces = [f"{name * 12} is the {name} of pieces.\n" for name in ("one", "two", "three")]

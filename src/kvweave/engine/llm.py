@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from typing import Any, TypeAlias, overload
@@ -15,10 +15,13 @@ from kvweave.config import EngineConfig
 from kvweave.config.base import kinds_of, make, read
 from kvweave.engine.engine import Engine
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams
+from kvweave.errors import RequestError
 from kvweave.kv.pool import IntArray
 from kvweave.reorder import Pieces, Proposal, confirmed, propose, tokens_within
 
 Prompt: TypeAlias = str | Sequence[int]
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages: {"role": "user", "content": "..."} and so on, oldest first."""
 Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -83,6 +86,33 @@ class LLM:
         answers = self._run(requests)
         return answers[0] if single else answers
 
+    @overload
+    def chat(
+        self, conversations: Conversation, sampling: Sampling = None, **variables: Any
+    ) -> list[Completion]: ...
+
+    @overload
+    def chat(
+        self, conversations: Sequence[Conversation], sampling: Sampling = None, **variables: Any
+    ) -> list[list[Completion]]: ...
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling: Sampling = None,
+        **variables: Any,
+    ) -> list[Completion] | list[list[Completion]]:
+        """Answer the last message of one conversation, or of each of many; as `generate` returns.
+
+        The model's chat template writes the prompts; `variables` are arguments of
+        `tokenizer.apply_chat_template` and of the template. Raises RequestError if the model has no
+        template, or if the template refuses the messages.
+        """
+        single = not conversations or isinstance(conversations[0], Mapping)
+        many: Any = [conversations] if single else conversations
+        answers = self.generate([self._written(each, variables) for each in many], sampling)
+        return answers[0] if single else answers
+
     def propose_order(self, head: str, pieces: Sequence[str], tail: str = "") -> Proposal:
         """The order of `pieces` in which most of head, pieces and tail is cached: exact reuse.
 
@@ -105,6 +135,18 @@ class LLM:
     def flush_cache(self) -> None:
         """Forget all cached KV."""
         self.engine.flush_cache()
+
+    def _written(self, conversation: Conversation, variables: Mapping[str, Any]) -> list[int]:
+        """The prompt's token ids, as the chat template writes it for an answer."""
+        if self.tokenizer.chat_template is None:
+            raise RequestError("this model has no chat template: use generate, or --chat-template")
+        options = {"add_generation_prompt": True, **variables, "tokenize": False}
+        try:
+            text = self.tokenizer.apply_chat_template(list(conversation), **options)
+        except Exception as error:  # templates raise whatever they like
+            raise RequestError(f"the chat template refuses these messages: {error}") from error
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
