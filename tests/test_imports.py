@@ -23,6 +23,7 @@ ORDER = (
     "prefix",
     "reorder",
     "fuzzy",
+    "store",
     "paraphrase",
     "models",
     "events",

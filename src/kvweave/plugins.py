@@ -69,10 +69,12 @@ class Backend(NamedTuple):
     """Its factory takes a KVMover as third argument."""
     exact: str | None = None
     """For approximate backends: the backend that serves the same prefixes exactly."""
+    keeps: bool = True
+    """It keeps KV of requests that have ended."""
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "none": Backend("kvweave.prefix.none:NoCache"),
+    "none": Backend("kvweave.prefix.none:NoCache", keeps=False),
     "hash": Backend("kvweave.prefix.hash:HashCache"),
     "radix": Backend("kvweave.prefix.radix:RadixCache"),
     "fuzzy_match": Backend("kvweave.fuzzy.backend:FuzzyCache", moves=True, exact="radix"),

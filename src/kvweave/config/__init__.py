@@ -43,6 +43,10 @@ class EngineConfig:
     def warn_without_effect(self, given: Iterable[str]) -> None:
         """Log which of the `given` settings the chosen backend does not read."""
         backend = self.cache.prefix_cache_backend
+        if self.cache.kv_store is not None and not BACKENDS[backend].keeps:
+            log.warning(
+                "without effect: --kv-store; --prefix-cache-backend %s keeps no KV", backend
+            )
         flags = [as_flag(name) for name in settings_of(FuzzyConfig) if name in set(given)]
         if flags and backend not in moving_backends():
             log.warning(

@@ -26,6 +26,10 @@ class CacheConfig:
         True,
         "Wait for a running request that computes the same prefix, where the backend allows.",
     )
+    kv_store: str | None = flag(
+        None, "Folder that keeps KV on disk, for after eviction and restarts; none without it."
+    )
+    kv_store_gb: float = flag(10.0, "Most gigabytes in that folder; the oldest KV leaves it first.")
     kv_events_config: str | None = flag(
         None,
         "Publish which KV is cached: JSON as vLLM and SGLang take it, "
@@ -33,7 +37,7 @@ class CacheConfig:
     )
 
     def problems(self) -> list[str]:
-        found = positive(self, "page_size", "max_total_tokens")
+        found = positive(self, "page_size", "max_total_tokens", "kv_store_gb")
         if not 0 < self.mem_fraction_static <= 1:
             found.append(
                 f"--mem-fraction-static is a share above 0, up to 1, not {self.mem_fraction_static}"

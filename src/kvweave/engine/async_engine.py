@@ -56,6 +56,7 @@ class AsyncEngine:
         self._queued = 0
         """Requests in the inbox."""
         self._compilers = ThreadPoolExecutor(2, "kvweave-grammar")
+        engine.on_background_progress(self._wake.set)
         self._accepting = self._stopping = self._blind = False
         self._snapshot = engine.snapshot()
 

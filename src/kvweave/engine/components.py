@@ -13,6 +13,7 @@ from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.kv.pool import PagePool
 from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.events import EventSink
+from kvweave.store.offloader import Offloader
 
 
 class Runner(Protocol):
@@ -41,3 +42,5 @@ class EngineComponents:
     events: EventSink | None = None
     """Where the cache's events go; the cache must collect them."""
     interruptible: Interruptible = _uninterruptible
+    store: Offloader | None = None
+    """Keeps the cache's KV on disk."""

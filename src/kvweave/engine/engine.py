@@ -6,6 +6,7 @@ Not thread-safe: one thread adds, aborts and steps. AsyncEngine serves many thre
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,10 @@ logger = logging.getLogger("kvweave.engine")
 
 MAX_FAILURES = 5
 """Steps in a row without a result before the engine tests itself."""
+_STORE_SECONDS, _IDLE_STORE_SECONDS = 0.001, 0.02
+"""For copies from and to the store between two steps, while requests run and while none does."""
+_IDLE_SECONDS = 0.002
+"""Between two looks at the waiting requests, while all of them wait for the store."""
 
 
 class Engine:
@@ -63,7 +68,12 @@ class Engine:
         pool, self.cache = self.components.pool, self.components.cache
         slots = pool.num_pages * pool.page_size
         self.limits = Limits(loaded.context_length, slots, loaded.vocab_size)
-        self.scheduler = Scheduler(self.cache, config.scheduler)
+        self._store = store = self.components.store
+        if store is None:
+            self.scheduler = Scheduler(self.cache, config.scheduler)
+        else:
+            self.scheduler = Scheduler(self.cache, config.scheduler, store.awaited)
+            store.give_back = self.scheduler.give_back
         self.dead = False
         """Failed too often in a row: no request is answered any more."""
         self.grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
@@ -74,7 +84,9 @@ class Engine:
         self._executor = BatchExecutor(components, batch_builder)
         most_to_heal = config.fuzzy.heal_queue if config.fuzzy.heal else 0
         self._healer = Healer(components, batch_builder, most_to_heal, self.scheduler.give_back)
-        self._reporter = Reporter(self.scheduler, self.cache, self._healer, components.events)
+        self._reporter = Reporter(
+            self.scheduler, self.cache, self._healer, components.events, components.store
+        )
         self._groups: dict[str, RequestGroup] = {}
         self._answers: dict[Sequence, SequenceOutput] = {}
         self._deltas: list[OutputDelta] = []
@@ -114,6 +126,8 @@ class Engine:
         for sequence in answers:
             group.sequences.append(sequence)
             self.scheduler.add(sequence)
+        if self._store is not None:
+            self._best_effort(self._store.expect, next(iter(answers)).view())
         self._healer.give_way()
         self._reporter.counters.requests += 1
 
@@ -142,6 +156,9 @@ class Engine:
         Never raises because of a request: an error ends that request in its own last delta.
         """
         if not self.dead:
+            if self._store is not None:
+                budget = _STORE_SECONDS if self.scheduler.running else _IDLE_STORE_SECONDS
+                self._best_effort(self._store.pump, budget)
             self._step()
             self._best_effort(self._tell)
         return self._take_deltas()
@@ -161,6 +178,9 @@ class Engine:
         if self.dead or self._groups:
             return False
         self.scheduler.settle()
+        if self._store is not None and self._store.pump(_IDLE_STORE_SECONDS):
+            self._best_effort(self._tell)
+            return True
         if not self._healer.step(wanted):
             return False
         self._best_effort(self._tell)
@@ -182,6 +202,11 @@ class Engine:
         """Forget what a session computed behind moved text; returns how many tokens."""
         return self.cache.close_session(self.namespace(cache_salt), session)
 
+    def on_background_progress(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, on any thread, when an idle engine should call `heal` again."""
+        if self._store is not None:
+            self._store.wake = wake
+
     def snapshot(self) -> EngineSnapshot:
         """Gauges and counters, as of now."""
         return self._reporter.snapshot()
@@ -198,7 +223,9 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Send pending events and close their sink."""
+        """Write what the store is still to keep, send pending events and close their sink."""
+        if self._store is not None:
+            self._store.close()
         if self.components.events is not None:
             self.components.events.close()
 
@@ -231,7 +258,10 @@ class Engine:
             self._fail(sequence, failure)
         self._best_effort(self._reporter.planned, step)
         if not step.rows:
+            if self._store is not None:
+                self._store.wait(_IDLE_SECONDS)
             return
+        began = time.perf_counter()
         states = {s: self._answers[s].sampling for s in (row.sequence for row in step.rows)}
         last: Exception | None = None
         computed = False
@@ -242,6 +272,9 @@ class Engine:
             except Exception as error:
                 last = error
                 self._fail(row.sequence, error, logged=output.logged)
+        if self._store is not None:
+            tokens = sum(row.count for row in step.rows if row.prefill)
+            self._store.stepped(tokens, time.perf_counter() - began)
         if computed:
             self._failures = 0
         elif last is not None:
@@ -302,6 +335,8 @@ class Engine:
         if last.finish_reason in ("stop", "length"):
             self._best_effort(self._healer.served, sequence)
             self._best_effort(self.scheduler.retain, sequence)
+        if self._store is not None and sequence.lease is not None:
+            self._best_effort(self._store.offer, sequence.lease, sequence.tokens)
         self.scheduler.end(sequence)
         self._best_effort(self._reporter.ended, last.finish_reason)
         del self._answers[sequence]
@@ -309,4 +344,6 @@ class Engine:
         group.sequences.remove(sequence)
         if not group.sequences:
             del self._groups[group.request.rid]
+            if self._store is not None:
+                self._store.forget(group.request.rid)
         self._deltas.append(last)

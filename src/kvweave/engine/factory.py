@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvweave.config import EngineConfig, FuzzyConfig
@@ -21,8 +23,11 @@ from kvweave.kv.tensors import KVTensors
 from kvweave.models import hooks
 from kvweave.models.cpu import free_bytes
 from kvweave.models.load import LoadedModel
-from kvweave.prefix.contract import CacheOptions
+from kvweave.plugins import BACKENDS
+from kvweave.prefix.contract import CacheOptions, PrefixCache
 from kvweave.prefix.registry import create_cache
+from kvweave.store.offloader import Offloader
+from kvweave.store.pages import PageFormat, PageStore
 
 logger = logging.getLogger("kvweave.engine")
 
@@ -62,7 +67,36 @@ def build_components(
     runner = ModelRunner(loaded, kv, attention)
     # Last: it takes addresses, and starts a thread.
     events = None if wanted is None else open_sink(wanted)
-    return EngineComponents(pool, cache, runner, events, hooks.interruptible)
+    store = _open_store(config, loaded.identity, cache, kv)
+    return EngineComponents(pool, cache, runner, events, hooks.interruptible, store)
+
+
+def _open_store(
+    config: EngineConfig, identity: str, cache: PrefixCache, kv: KVTensors
+) -> Offloader | None:
+    """What keeps KV on disk, if that is wanted; a folder that cannot be used is only logged."""
+    settings, fuzzy = config.cache, config.fuzzy
+    backend = BACKENDS[settings.prefix_cache_backend]
+    if settings.kv_store is None or not backend.keeps:
+        return None
+    page_format = PageFormat(identity, cache.page_size, kv.page_bytes, str(kv.dtype))
+    moves = backend.moves and fuzzy.max_share > 0
+    try:
+        store = PageStore(Path(settings.kv_store), page_format, int(settings.kv_store_gb * 1e9))
+        return Offloader(
+            cache,
+            kv,
+            store,
+            stride=fuzzy.stride,
+            shortest_span=fuzzy.min_span if moves else None,
+        )
+    except (OSError, sqlite3.Error) as error:
+        logger.warning(
+            "KV is not kept on disk: the folder %s cannot be used (%s)",
+            settings.kv_store,
+            error,
+        )
+        return None
 
 
 def decoder(tokenizer: Any) -> Callable[[IntArray], str]:

@@ -136,6 +136,11 @@ class LLM:
         """Forget all cached KV."""
         self.engine.flush_cache()
 
+    def close(self) -> None:
+        """Write what --kv-store is still to keep; nothing can be generated afterwards."""
+        self.engine.dead = True
+        self.engine.close()
+
     def _written(self, conversation: Conversation, variables: Mapping[str, Any]) -> list[int]:
         """The prompt's token ids, as the chat template writes it for an answer."""
         if self.tokenizer.chat_template is None:

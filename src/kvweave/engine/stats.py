@@ -13,6 +13,7 @@ from kvweave.engine.scheduler.scheduler import Scheduler, Step
 from kvweave.engine.types import EngineSnapshot, FinishReason
 from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.events import EventSink
+from kvweave.store.offloader import Offloader
 
 logger = logging.getLogger("kvweave.engine")
 
@@ -44,12 +45,14 @@ class Reporter:
         cache: PrefixCache,
         healer: Healer,
         events: EventSink | None = None,
+        store: Offloader | None = None,
     ) -> None:
         self.counters = Counters()
         self._healer = healer
         self._scheduler = scheduler
         self._cache = cache
         self._events = events
+        self._store = store
         self._decode_steps = 0
         self._last_line = (time.monotonic(), 0)
 
@@ -89,6 +92,7 @@ class Reporter:
             healed_tokens=healing.tokens,
             heals_preempted=healing.preempted,
             heals_dropped=healing.dropped,
+            store_figures={} if self._store is None else self._store.figures(),
         )
 
     def planned(self, step: Step) -> None:

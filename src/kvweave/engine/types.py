@@ -351,3 +351,6 @@ class EngineSnapshot:
     """Times that a request came while a prompt was being healed."""
     heals_dropped: int = 0
     """Prompts given up: too many waited, no room beside what is in use or worth more, a fault."""
+
+    store_figures: Mapping[str, float] = field(default_factory=dict)
+    """Of the store of KV on disk, by name; empty without one."""

@@ -196,14 +196,22 @@ class _EngineCollector(Collector):
             for key, count in sorted(figures.items()):
                 counter.add_metric([self._model, key], count)
             yield counter
-        gauge = GaugeMetricFamily(
-            PREFIX + "fuzzy_provider_figures",
-            "The provider's own gauges, as of the latest prompt, at most once a second.",
-            labels=["model_name", "figure"],
-        )
-        for key, figure in sorted(now.provider_figures.items()):
-            gauge.add_metric([self._model, key], figure)
-        yield gauge
+        for name, help, figures in (
+            (
+                "fuzzy_provider_figures",
+                "The provider's own gauges, as of the latest prompt, at most once a second.",
+                now.provider_figures,
+            ),
+            (
+                "kv_store_figures",
+                "Counters and gauges of the KV that is kept on disk, in tokens, pages and bytes.",
+                now.store_figures,
+            ),
+        ):
+            gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name", "figure"])
+            for key, figure in sorted(figures.items()):
+                gauge.add_metric([self._model, key], figure)
+            yield gauge
 
 
 def _gauges(now: EngineSnapshot, hit_rate: float) -> dict[str, tuple[str, float]]:

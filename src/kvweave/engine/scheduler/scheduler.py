@@ -8,7 +8,7 @@ does not depend on the kind of prefix cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvweave.config import SchedulerConfig
@@ -56,11 +56,18 @@ class Scheduler:
     each other for ever.
     """
 
-    def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        config: SchedulerConfig,
+        awaits_store: Callable[[str], bool] = lambda rid: False,
+    ) -> None:
+        """`awaits_store`: whether KV is on its way into the cache for the request of this id."""
         self.waiting = WaitingQueue("lpm" if config.schedule_policy == "lpm" else "fcfs")
         self.running: list[Sequence] = []
         self._cache = cache
         self._config = config
+        self._awaits_store = awaits_store
         self._admission = Admission(cache)
         self._step = Step()
         self._budget = 0
@@ -173,8 +180,10 @@ class Scheduler:
             if above is not None and sequence.priority <= above:
                 return
             try:
-                if self._admission.awaits_producer(sequence, matched):
+                if self._awaits_store(sequence.group.request.rid):
                     continue  # others may pass
+                if self._admission.awaits_producer(sequence, matched):
+                    continue
                 if not (self._make_way(sequence, matched) and self._start(sequence, matched)):
                     return  # smaller ones do not pass: the large would starve
             except Exception as error:

@@ -125,9 +125,12 @@ class _Measurement:
         page = config.cache.page_size
         # Donor and recipient, each with an answer and a partly filled page.
         room = 2 * (longest + ANSWER + page)
-        # Without events: their addresses belong to the engine that starts after the check.
+        # Events and the store belong to the engine that starts after the check.
         cache = replace(
-            config.cache, max_total_tokens=-(-room // page) * page, kv_events_config=None
+            config.cache,
+            max_total_tokens=-(-room // page) * page,
+            kv_events_config=None,
+            kv_store=None,
         )
         chunk = config.scheduler.chunked_prefill_size
         config = replace(config, cache=cache, scheduler=SchedulerConfig(chunked_prefill_size=chunk))
