@@ -16,6 +16,7 @@ BENCHES = (
     "unrelated",
     "salts",
     "heal",
+    "restart",
     "paraphrase-gate",
     "semantic",
     "quality",

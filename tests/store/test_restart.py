@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from support.enginekit import SHARING_BACKENDS, oracle_answer, prompt, request
 from support.storekit import settle, stored_world
 

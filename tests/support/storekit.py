@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.enginekit import OracleRunner, World, make_world
 
 from kvweave.config import FuzzyConfig
 from kvweave.engine.engine import Engine
 from kvweave.kv.pool import IntArray
 from kvweave.store.offloader import Offloader
 from kvweave.store.pages import PageFormat, PageStore
+from support.enginekit import OracleRunner, World, make_world
 
 PAGE_SIZE = 4
 PAGE_BYTES = 16 * PAGE_SIZE
@@ -63,6 +63,7 @@ def stored_world(
         stride=fuzzy.stride,
         shortest_span=fuzzy.min_span if backend == "fuzzy_match" else None,
         least_tokens=least_tokens,
+        patience=60.0,
     )
     components = replace(components, store=offloader)
     world.engine = Engine(world.engine.config, world.engine.loaded, components)

@@ -16,6 +16,7 @@ from kvweave.cli.flags import PASS_UNKNOWN, takes_settings
 from kvweave.cli.generate import generate
 from kvweave.cli.model import check_model, info
 from kvweave.cli.serve import serve
+from kvweave.cli.store import store
 from kvweave.errors import ConfigError, KvweaveError
 from kvweave.version import __version__
 from kvweave_bench.options import BENCHES, BenchOptions
@@ -67,7 +68,7 @@ def build_cli() -> typer.Typer:
     cli.callback()(_kvweave)
     commands: tuple[Callable[..., None], ...] = (
         *(serve, generate, chat, demo),
-        *(check_model, bench, info),
+        *(check_model, bench, info, store),
     )
     for command in commands:
         cli.command(context_settings=PASS_UNKNOWN, epilog=_EPILOG)(command)

@@ -67,11 +67,11 @@ def build_components(
     runner = ModelRunner(loaded, kv, attention)
     # Last: it takes addresses, and starts a thread.
     events = None if wanted is None else open_sink(wanted)
-    store = _open_store(config, loaded.identity, cache, kv)
+    store = open_store(config, loaded.identity, cache, kv)
     return EngineComponents(pool, cache, runner, events, hooks.interruptible, store)
 
 
-def _open_store(
+def open_store(
     config: EngineConfig, identity: str, cache: PrefixCache, kv: KVTensors
 ) -> Offloader | None:
     """What keeps KV on disk, if that is wanted; a folder that cannot be used is only logged."""

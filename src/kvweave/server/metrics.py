@@ -196,7 +196,7 @@ class _EngineCollector(Collector):
             for key, count in sorted(figures.items()):
                 counter.add_metric([self._model, key], count)
             yield counter
-        for name, help, figures in (
+        for name, help, gauges in (
             (
                 "fuzzy_provider_figures",
                 "The provider's own gauges, as of the latest prompt, at most once a second.",
@@ -209,7 +209,7 @@ class _EngineCollector(Collector):
             ),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name", "figure"])
-            for key, figure in sorted(figures.items()):
+            for key, figure in sorted(gauges.items()):
                 gauge.add_metric([self._model, key], figure)
             yield gauge
 

@@ -129,7 +129,8 @@ class Catalog:
 
     def keys(self, root: str, tokens: IntArray) -> list[str]:
         """The key of each whole page of `tokens`, which begin a text."""
-        data, step, keys = tokens.tobytes(), self.page_size * tokens.itemsize, []
+        data, step = tokens.tobytes(), self.page_size * tokens.itemsize
+        keys: list[str] = []
         for at in range(0, len(data) - step + 1, step):
             keys.append(_key(root if not keys else keys[-1], data[at : at + step]))
         return keys
@@ -204,6 +205,8 @@ class Catalog:
             ).fetchall()
             best, longest = None, 0
             for child in children:
+                if not self._is_text(child[4]):
+                    continue
                 same = common_prefix(_tokens(child[4]), rest)
                 if same > longest and _key(run.path.pages[-1].key, child[4]) == child[1]:
                     best, longest = child, same
@@ -227,13 +230,17 @@ class Catalog:
         ).fetchall()
         key = root
         for row in rows:
-            if _key(key, row[3]) != row[0] or len(row[3]) != 4 * self.page_size:
+            if not self._is_text(row[3]) or _key(key, row[3]) != row[0]:
                 return None
             key = row[0]
         if not rows:
             return None
         tokens = _tokens(b"".join(row[3] for row in rows))
         return _Path(page, tokens, [StoredPage(*row[:3]) for row in rows])
+
+    def _is_text(self, data: object) -> bool:
+        """Whether this is a page's tokens: damage can change a value's type, too."""
+        return isinstance(data, bytes) and len(data) == 4 * self.page_size
 
     # Changing: within `changing`, by one thread.
 

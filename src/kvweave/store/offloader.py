@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import sqlite3
 import threading
 import time
@@ -24,7 +23,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -33,17 +31,17 @@ from kvweave.kv.pool import IntArray
 from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.store.catalog import Catalog, StoredPath
-from kvweave.store.pages import ByteArray, PageStore
+from kvweave.store.pages import ByteArray, PageFormat, PageStore
+from kvweave.store.threads import Buffers, Worker
 
 log = logging.getLogger("kvweave.store")
 
 LEAST_TOKENS = 64
 """Fewer tokens are neither stored nor read: finding them costs about what computing them does."""
-_BUFFER_BYTES = 8 << 20
-_BUFFERS = 3
-"""In each direction."""
-_LOOKUP_SECONDS, _LONGEST_WAIT = 0.25, 30.0
+_LONGEST_LOOKUP, _LONGEST_WAIT = 1.0, 30.0
 """A request waits no longer to know what is stored, and for what is."""
+_SEARCH_SECONDS = 0.1
+"""For moved text; what is found by then is read."""
 _LATE_IN_A_ROW = 4
 """Requests that waited in vain, after which the folder counts as faulty."""
 _REST_SECONDS = 60.0
@@ -121,57 +119,6 @@ class OffloadCounters:
     """Of the folder."""
 
 
-class _Worker:
-    """A thread that makes calls in order, at a lower priority than the engine's thread."""
-
-    def __init__(self, name: str, nice: int) -> None:
-        self._nice = nice
-        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"kvweave-store-{name}")
-        self._thread.daemon = True
-        self._thread.start()
-
-    def put(self, call: Callable[[], object]) -> None:
-        self._calls.put(call)
-
-    def stop(self, seconds: float) -> bool:
-        self._calls.put(None)
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _work(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # where threads have no priorities
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
-        while (call := self._calls.get()) is not None:
-            call()
-
-
-class _Buffers:
-    """A fixed number of buffers for whole pages, made when they are first needed."""
-
-    def __init__(self, page_bytes: int) -> None:
-        self.pages = max(1, _BUFFER_BYTES // page_bytes)
-        self._shape = (self.pages, page_bytes)
-        self._free: SimpleQueue[ByteArray | None] = SimpleQueue()
-        for _ in range(_BUFFERS):
-            self._free.put(None)
-
-    def take(self, seconds: float) -> ByteArray | None:
-        """A buffer; None if none becomes free in time."""
-        try:
-            buffer = self._free.get(timeout=seconds) if seconds else self._free.get_nowait()
-        except Empty:
-            return None
-        return np.empty(self._shape, np.uint8) if buffer is None else buffer
-
-    def give(self, buffer: ByteArray) -> None:
-        self._free.put(buffer)
-
-    @property
-    def all_free(self) -> bool:
-        return self._free.qsize() == _BUFFERS
-
-
 class Offloader:
     """Belongs to the engine's thread, but for what its docstring says runs on another."""
 
@@ -184,8 +131,11 @@ class Offloader:
         stride: int,
         shortest_span: int | None,
         least_tokens: int = LEAST_TOKENS,
+        patience: float | None = None,
     ) -> None:
         """`shortest_span`: least tokens of moved text that the cache can use; None: it moves none.
+        `patience`: seconds that a request waits for what is stored; None: as long as it would take
+        to compute that, as far as is known.
 
         sqlite3.Error if the catalogue can be neither read nor made anew.
         """
@@ -200,13 +150,14 @@ class Offloader:
         self._stride = stride
         self._shortest_span = shortest_span
         self._least = least_tokens
+        self._patience = patience
         self._size = cache.page_size
         self._loads: dict[str, _Load] = {}
         self._reading: _Reading | None = None
         self._saves: deque[_Save] = deque()
         self._saving: _Save | None = None
-        self._in, self._out = _Buffers(content.page_bytes), _Buffers(content.page_bytes)
-        self._done: deque[Callable[[], None]] = deque()
+        self._in, self._out = Buffers(content.page_bytes), Buffers(content.page_bytes)
+        self._done: deque[Callable[[], object]] = deque()
         """What other threads have finished, to go on with on the engine's."""
         self._news = threading.Event()
         self._resting_until = 0.0
@@ -219,9 +170,9 @@ class Offloader:
         self._read_rate: float | None = None
         """Tokens and bytes per second, as measured; None: not known yet."""
         self._prepare()
-        self._finder = _Worker("finder", 0)
-        self._reader = _Worker("reader", 5)
-        self._writer = _Worker("writer", 10)
+        self._finder = Worker("finder", 0)
+        self._reader = Worker("reader", 5)
+        self._writer = Worker("writer", 10)
 
     def _prepare(self) -> None:
         try:
@@ -244,6 +195,11 @@ class Offloader:
             self._compute_rate = None if compute is None else float(compute)
             self._read_rate = None if read is None else float(read)
         self._store.count = catalog.count()
+
+    @property
+    def page_format(self) -> PageFormat:
+        """Of the pages that are kept."""
+        return self._store.format
 
     def figures(self) -> dict[str, float]:
         """Gauges and counters by name."""
@@ -273,7 +229,7 @@ class Offloader:
         matched = self._cache.match(view)
         if limit - matched < self._least:
             return
-        load = _Load(view, time.monotonic() + _LOOKUP_SECONDS)
+        load = _Load(view, time.monotonic() + self._wait_for(limit - matched, _LONGEST_LOOKUP))
         self._loads[view.rid] = load
         find = partial(self._find, view, view.tokens.copy(), matched, limit)
         self._run(self._finder, find, partial(self._found, load))
@@ -305,9 +261,7 @@ class Offloader:
         if pages * self._size < self._least or len(tokens) <= pages * self._size or self._resting:
             return
         self._saves.append(
-            _Save(
-                lease.namespace, tokens[: pages * self._size + 1].copy(), pages, lease.priority
-            )
+            _Save(lease.namespace, tokens[: pages * self._size + 1].copy(), pages, lease.priority)
         )
         if len(self._saves) > _MOST_SAVES:
             self._saves.popleft()
@@ -378,7 +332,7 @@ class Offloader:
             paths.append(StoredPath(tokens[:covered], pages, covered - matched))
         covered, shortest = max(covered, matched), self._shortest_span
         if shortest is not None and view.fuzzy and len(tokens) - covered >= self._least:
-            paths += catalog.spans(root, tokens, covered, shortest, _LOOKUP_SECONDS / 2)
+            paths += catalog.spans(root, tokens, covered, shortest, _SEARCH_SECONDS)
         return [path for path in paths if path.gain >= self._least]
 
     def _found(self, load: _Load, paths: list[StoredPath] | None) -> None:
@@ -388,10 +342,13 @@ class Offloader:
             return  # it has gone ahead, or away
         load.paths = deque(paths or ())
         gain = sum(path.gain for path in load.paths)
-        wait = _LONGEST_WAIT
-        if self._compute_rate is not None:
-            wait = min(wait, gain / self._compute_rate)
-        load.deadline = time.monotonic() + wait
+        load.deadline = time.monotonic() + self._wait_for(gain, _LONGEST_WAIT)
+
+    def _wait_for(self, tokens: int, longest: float) -> float:
+        """Seconds that a request may wait for so many tokens."""
+        if self._patience is not None or self._compute_rate is None:
+            return longest if self._patience is None else self._patience
+        return min(longest, tokens / self._compute_rate)
 
     def _next_load(self) -> None:
         """Start to read the next path, if none is being read."""
@@ -416,7 +373,7 @@ class Offloader:
 
     def _pays(self, pages: int, gain: int) -> bool:
         """Whether to read `pages` takes less time than to compute `gain` tokens."""
-        if self._read_rate is None or self._compute_rate is None:
+        if self._read_rate is None or self._compute_rate is None or self._patience is not None:
             return True  # not measured yet: this load will be
         needed = pages * self._content.page_bytes / self._read_rate
         return needed < gain / self._compute_rate
@@ -481,9 +438,7 @@ class Offloader:
 
     def _is_damaged(self, key: str) -> None:
         self.counters.damaged_pages += 1
-        self._run(
-            self._writer, lambda: self._store.remove(self._catalog(), key), lambda _: None
-        )
+        self._run(self._writer, lambda: self._store.remove(self._catalog(), key), lambda _: None)
 
     def _view(self, load: _Load, tokens: IntArray) -> RequestView:
         """A request for these tokens, all of which a lease of it may cover."""
@@ -580,7 +535,7 @@ class Offloader:
 
     def _run(
         self,
-        worker: _Worker,
+        worker: Worker,
         call: Callable[[], _Result],
         then: Callable[[_Result | None], object],
     ) -> None:
@@ -621,7 +576,7 @@ class Offloader:
                 _REST_SECONDS,
             )
 
-    def _tell(self, then: Callable[[], None]) -> None:
+    def _tell(self, then: Callable[[], object]) -> None:
         self._done.append(then)
         self._news.set()
         self.wake()

@@ -105,8 +105,12 @@ class PageStore:
 
     def read(self, pages: Sequence[StoredPage], out: ByteArray) -> int:
         """Read `pages` to the rows of `out`; returns how many, from the first on, are sound."""
+        for at, page in enumerate(pages):
+            if not isinstance(page.slot, int) or not 0 <= page.slot < self._most_slots:
+                pages = pages[:at]
+                break
         for first, count in _runs([page.slot for page in pages]):
-            view = memoryview(out[first : first + count].reshape(-1))
+            view = out[first : first + count].reshape(-1).data
             offset, done = pages[first].slot * self.format.page_bytes, 0
             while done < len(view):
                 got = os.preadv(self._pages, [view[done:]], offset + done)
@@ -133,7 +137,7 @@ class PageStore:
         entered = False
         try:
             for start, count in _runs(slots):
-                view = memoryview(content[start : start + count].reshape(-1))
+                view = content[start : start + count].reshape(-1).data
                 offset, done = slots[start] * self.format.page_bytes, 0
                 while done < len(view):
                     done += os.pwrite(self._pages, view[done:], offset + done)
@@ -174,7 +178,7 @@ class PageStore:
 
     def _know_slots(self, catalog: Catalog) -> list[int]:
         if self._free is None:
-            used = catalog.slots()
+            used = {slot for slot in catalog.slots() if isinstance(slot, int)}
             written = os.fstat(self._pages).st_size // self.format.page_bytes
             self._end = min(written, self._most_slots)
             self._free = [slot for slot in range(self._end - 1, -1, -1) if slot not in used]
@@ -320,7 +324,7 @@ def _lock(lock: int) -> bool:
 
 def _checksum(key: str, content: ByteArray) -> bytes:
     """Of a page's content and its key: equal content of another page has another checksum."""
-    return xxhash.xxh3_128_digest(memoryview(content), seed=int(key[:16], 16))
+    return xxhash.xxh3_128_digest(content.data, seed=int(key[:16], 16))
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
