@@ -14,7 +14,7 @@ from kvweave.config.fuzzy import FuzzyConfig
 from kvweave.config.model import ModelConfig
 from kvweave.config.scheduler import SchedulerConfig
 from kvweave.config.server import ServerConfig
-from kvweave.plugins import moving_backends
+from kvweave.plugins import BACKENDS, moving_backends
 
 __all__ = [
     "CacheConfig",
