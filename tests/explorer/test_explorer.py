@@ -63,6 +63,17 @@ def test_the_overview_tells_only_news_and_counts_by_source(client):
         assert sum(prompt["counts"].values()) == prompt["prompt_tokens"]
 
 
+def test_entries_begin_where_a_prompt_differs_from_the_one_before():
+    with explored() as client:
+        for text in ("Dear reader, one", "Dear reader, two", "Dear reader, two"):
+            ask(client, text)
+        beginnings = [each["beginning"] for each in look(client, "overview")["prompts"]]
+        assert beginnings == ["Dear reader, one", "two", "Dear reader, two"]
+    with explored(explorer_hide_text=True) as client:
+        ask(client, "secret")
+        assert "beginning" not in look(client, "overview")["prompts"][0]
+
+
 @pytest.mark.parametrize(
     ("before", "prompt", "more", "gate"),
     [

@@ -156,6 +156,47 @@ def test_the_tree_is_walked_by_keyboard(open_page, url):
     shot(page, "tree")
 
 
+def test_the_list_shows_where_each_prompt_differs_and_can_be_filtered(open_page, url):
+    page = open_page(url, "prompts/1")
+    entries = page.locator(".prompts li")
+    page.get_by_text("You are a porter.").first.wait_for()
+    assert entries.count() == 6
+    page.get_by_label("Show only").fill("porter")
+    assert page.locator(".prompts li:visible b").all_inner_texts() == ["#2"]
+    page.get_by_label("Show only").fill("#4")
+    assert page.locator(".prompts li:visible b").all_inner_texts() == ["#4"]
+
+
+def test_bands_lead_from_where_moved_text_was_to_where_it_is(open_page, url):
+    page = open_page(url, "prompts/2")
+    band = page.locator(".relations .band.fill-moved")
+    band.first.wait_for()
+    band.first.click()
+    page.locator(".lent").first.wait_for()
+    assert page.url.split("?")[0].endswith("#/prompts/1")
+
+
+def test_what_leaves_next_is_listed_in_order(open_page, url):
+    page = open_page(url, "tree")
+    first = page.locator(".next li").first
+    first.wait_for()
+    first.get_by_role("button").click()
+    assert "number 1 in the queue" in page.locator(".node-detail").inner_text()
+
+
+def test_the_playground_is_no_traffic_and_says_what_an_exact_backend_can_show(open_page):
+    with explored("radix") as client:
+        ask(client, "Someone asks.")
+        ask(client, "Just trying.", rid="playground-1-2-x")
+        page = open_page(str(client.base_url))
+        page.locator("circle.dot").first.wait_for()
+        assert page.locator("circle.dot").count() == 1
+        page.get_by_role("link", name="Playground").click()
+        page.get_by_text("radix reuses common beginnings only").wait_for()
+        page.get_by_role("link", name="Prompts").click()
+        assert "playground" in page.locator(".prompts li").first.inner_text()
+
+
 def test_a_backend_without_a_tree_says_so(open_page):
     with explored("hash") as client:
         page = open_page(str(client.base_url), "tree")

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.plan import Span, Tier
+from kvweave.prefix.tree import common_prefix
 from kvweave.server.request_metrics import RequestMetrics
 
 FRESH = "fresh"
@@ -107,6 +108,8 @@ class Record:
     """From arrival, as `total`."""
     total: float
     outcome: str
+    begins_at: int = 0
+    """The first token that the prompt before did not have there; 0 if it had them all."""
 
     def runs(self) -> list[SourceRun]:
         """The sources of the prompt's KV, in order of position."""
@@ -167,7 +170,7 @@ class History:
     def add(self, metrics: RequestMetrics) -> None:
         """Add a prompt that has just ended."""
         self._added += 1
-        record = _record(self._added, metrics)
+        record = _record(self._added, metrics, self._records[-1] if self._records else None)
         self._records.append(record)
         self._tokens += len(record.tokens)
         while len(self._records) > self._most_prompts or (
@@ -176,8 +179,11 @@ class History:
             self._tokens -= len(self._records.popleft().tokens)
 
 
-def _record(number: int, metrics: RequestMetrics) -> Record:
+def _record(number: int, metrics: RequestMetrics, before: Record | None) -> Record:
     request = metrics.request
+    tokens = np.array((*request.prompt_ids, *metrics.answer), np.int32)
+    prompt = tokens[: len(request.prompt_ids)]
+    shared = 0 if before is None else common_prefix(prompt, before.prompt)
     return Record(
         number=number,
         rid=request.rid,
@@ -185,7 +191,7 @@ def _record(number: int, metrics: RequestMetrics) -> Record:
         salt=request.cache_salt,
         fuzzy=request.fuzzy,
         prompt_length=len(request.prompt_ids),
-        tokens=np.array((*request.prompt_ids, *metrics.answer), np.int32),
+        tokens=tokens,
         exact=metrics.usage.cached_tokens,
         spans=metrics.plan,
         refreshed=metrics.refreshed,
@@ -193,4 +199,5 @@ def _record(number: int, metrics: RequestMetrics) -> Record:
         first_token=metrics.first_token_seconds,
         total=metrics.total_seconds,
         outcome=metrics.outcome,
+        begins_at=shared if shared < len(prompt) else 0,
     )

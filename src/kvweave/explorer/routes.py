@@ -25,6 +25,7 @@ from kvweave.explorer.views import (
     tree_view,
     why_not_view,
 )
+from kvweave.plugins import moving_backends
 from kvweave.prefix.plan import Tier
 from kvweave.prefix.tree_snapshot import TreeSnapshot
 from kvweave.server.service import Service
@@ -100,6 +101,7 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
         return {
             "model": service.card.name,
             "backend": backend,
+            "moves": backend in moving_backends(),
             "chat": service.reader.tokenizer.chat_template is not None,
             "text_hidden": texts is None,
             "started": history.started,
@@ -111,7 +113,16 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
             "cached_tokens": now.cached_tokens,
             "oldest": history.oldest,
             "live": [live_view(metrics) for metrics in service.live.metrics()],
-            "prompts": [summary_view(record) for record in history if record.number > after],
+            "counters": {
+                "generated_tokens": now.generated_tokens,
+                "evicted_tokens": now.evicted_tokens,
+                "preemptions": now.preemptions,
+                "heals_waiting": now.heals_waiting,
+                "healed": now.healed,
+            },
+            "prompts": [
+                summary_view(record, texts) for record in history if record.number > after
+            ],
         }
 
     @router.get("/api/prompts/{number}", name="explorer_prompt", responses={404: {}})

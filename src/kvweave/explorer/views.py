@@ -19,6 +19,10 @@ from kvweave.server.responses import TokenTexts
 MOST_SHOWN = 16_384
 """Prompt tokens whose text is sent; further ones are only counted."""
 ANSWER_SHOWN = 1_024
+BEGINNING = 24
+"""Tokens of a prompt that its entry in the list shows."""
+PLAYGROUND = "playground-"
+"""How playground.js begins its request ids."""
 
 
 def live_view(metrics: RequestMetrics) -> dict[str, Any]:
@@ -35,9 +39,12 @@ def live_view(metrics: RequestMetrics) -> dict[str, Any]:
     }
 
 
-def summary_view(record: Record) -> dict[str, Any]:
-    """An entry in the list of prompts, and a point in the chart."""
-    return {
+def summary_view(record: Record, texts: TokenTexts | None) -> dict[str, Any]:
+    """An entry in the list of prompts, and a point in the chart.
+
+    Chat templates and system texts begin most prompts: `beginning` is where this one differs.
+    """
+    view: dict[str, Any] = {
         "number": record.number,
         "rid": record.rid,
         "endpoint": record.endpoint,
@@ -50,7 +57,12 @@ def summary_view(record: Record) -> dict[str, Any]:
         "total_ms": _milliseconds(record.total),
         "fuzzy": record.fuzzy,
         "counts": record.counts,
+        "playground": record.rid.startswith(PLAYGROUND),
     }
+    if texts is not None:
+        head = record.prompt[record.begins_at : record.begins_at + BEGINNING]
+        view["beginning"] = "".join(pieces(texts, head.tolist()))
+    return view
 
 
 def prompt_view(
@@ -64,7 +76,7 @@ def prompt_view(
         for block in blocks:
             block["tokens"] = shown[block["start"] : block["start"] + block["length"]]
         answer["tokens"] = pieces(texts, record.answer[:ANSWER_SHOWN].tolist())
-    return {**summary_view(record), "blocks": blocks, "answer": answer}
+    return {**summary_view(record, texts), "blocks": blocks, "answer": answer}
 
 
 def _block(

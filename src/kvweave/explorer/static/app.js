@@ -30,7 +30,7 @@ async function poll() {
   for (const known of state.prompts.keys()) if (known < news.oldest) state.prompts.delete(known);
   state.overview = news;
   $("facts").textContent =
-    `${news.model} · ${news.backend} · ${number(news.total_tokens)} slots${news.text_hidden ? " · text hidden" : ""}`;
+    `${news.model} · ${news.backend} · room for ${number(news.total_tokens)} tokens${news.text_hidden ? " · text hidden" : ""}`;
 }
 
 async function refresh() {

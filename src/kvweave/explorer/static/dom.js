@@ -23,6 +23,9 @@ export const number = (value) => value.toLocaleString("en");
 export const tokens = (count) => `${number(count)} token${count === 1 ? "" : "s"}`;
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)} %`;
 
+// Text on one line, without the special tokens of chat templates.
+export const line = (text) => text.replace(/<\|[^|>]*\|>/g, " ").replace(/\s+/g, " ").trim();
+
 export function milliseconds(value) {
   if (value === null) return "–";
   if (value >= 999.5) return `${Number((value / 1000).toPrecision(3))} s`;

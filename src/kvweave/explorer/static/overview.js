@@ -1,7 +1,7 @@
-// The overview: totals, first-token time against share reused, and requests in progress.
+// The overview: totals, time to first token against share reused, and requests in progress.
 
 import { el, hideTip, milliseconds, number, percent, showTip, svg, tokens } from "./dom.js";
-import { NAMES, bar, leading, legend, reused } from "./sources.js";
+import { NAMES, SOURCES, bar, leading, legend, reused } from "./sources.js";
 
 export function overview(main, state) {
   const live = el("div", { class: "scroll" });
@@ -14,20 +14,35 @@ export function overview(main, state) {
   function update() {
     const now = state.overview;
     live.replaceChildren(liveTable(now.live));
-    const points = [...state.prompts.values()].filter((prompt) => prompt.first_token_ms !== null);
-    const key = JSON.stringify([points.at(-1)?.number, now.used_tokens, now.cached_tokens, now.running, now.waiting]);
+    const traffic = [...state.prompts.values()].filter((prompt) => !prompt.playground);
+    const points = traffic.filter((prompt) => prompt.first_token_ms !== null);
+    const key = JSON.stringify([points.at(-1)?.number, now.used_tokens, now.cached_tokens, now.running, now.waiting, now.counters]);
     if (key === drawn) return; // unchanged: keep the points under the pointer
     drawn = key;
-    body.replaceChildren(tiles(now, points), el("section", { class: "panel stack" },
+    body.replaceChildren(tiles(now, points, rate(now)), el("section", { class: "panel stack" },
       el("div", { class: "title" }, el("h2", {}, "First token against share reused"),
-        el("p", { class: "muted small" }, "Each point is a prompt: further right, more of it was reused; lower, a sooner first token. Larger prompts are larger points.")),
-      points.length ? scatter(points) : el("p", { class: "empty" }, "No prompt has been answered yet. The playground can ask one.")));
+        el("p", { class: "muted small" }, "Each point is a prompt, without those of the playground. Larger prompts are larger points.")),
+      points.length ? [scatter(points), colours(points)] : el("p", { class: "empty" }, "No prompt has been answered yet. The playground can ask one.")));
   }
   update();
   return { update };
 }
 
-function tiles(now, prompts) {
+// Answered tokens per second over the last polls.
+const SAMPLES = 6;
+let samples = [];
+
+function rate(now) {
+  samples = [...samples.filter((one) => one.started === now.started), { started: now.started, at: now.now, tokens: now.counters.generated_tokens }].slice(-SAMPLES);
+  const [first, last] = [samples[0], samples.at(-1)];
+  return last.at > first.at ? (last.tokens - first.tokens) / (last.at - first.at) : 0;
+}
+
+const quantile = (sorted, share) => sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
+
+function tiles(now, prompts, perSecond) {
+  const times = prompts.map((prompt) => prompt.first_token_ms).sort((one, other) => one - other);
+  const { evicted_tokens, preemptions, healed, heals_waiting } = now.counters;
   const counts = Object.fromEntries(NAMES.map((name) => [name, 0]));
   for (const prompt of prompts) for (const name of NAMES) counts[name] += prompt.counts[name] ?? 0;
   const free = now.total_tokens - now.used_tokens - (now.cached_tokens - Math.min(now.cached_tokens, now.used_tokens));
@@ -37,9 +52,14 @@ function tiles(now, prompts) {
       el("h2", {}, "Prompt tokens reused"),
       el("p", { class: "big" }, prompts.length ? percent(reused(counts)) : "–"),
       prompts.length ? bar(counts) : null, prompts.length ? legend(counts, true) : null),
+    tile("Time to first token", times.length ? milliseconds(quantile(times, 0.5)) : "–",
+      times.length ? `median; 95 % within ${milliseconds(quantile(times, 0.95))}` : "no prompt yet"),
+    tile("Throughput", `${number(Math.round(10 * perSecond) / 10)} tokens/s`, "answered, in the last seconds"),
+    tile("Evicted", tokens(evicted_tokens), `since the start; ${number(preemptions)} preemptions`),
+    tile("Healed", number(healed), `prompts computed exactly afterwards; ${number(heals_waiting)} wait`),
     tile("Prompts kept", number(prompts.length), tokens(sum(counts))),
     tile("Running and waiting", `${now.running} · ${now.waiting}`, "answers with pages, answers in the queue"),
-    tile("KV cached", share(now.cached_tokens), `${number(now.cached_tokens)} of ${number(now.total_tokens)} slots; ${number(now.used_tokens)} in use, ${number(Math.max(0, free))} free`));
+    tile("KV cached", share(now.cached_tokens), `${number(now.cached_tokens)} of ${number(now.total_tokens)} tokens; ${number(now.used_tokens)} in use, ${number(Math.max(0, free))} free`));
 }
 
 const sum = (counts) => NAMES.reduce((sum, name) => sum + counts[name], 0);
@@ -48,7 +68,7 @@ const tile = (title, big, small) =>
   el("section", { class: "panel tile" }, el("h2", {}, title), el("p", { class: "big" }, big), el("p", { class: "muted small" }, small));
 
 const WIDTH = 620, HEIGHT = 300;
-const PLOT = { left: 58, right: 26, top: 12, bottom: 40 };
+const PLOT = { left: 76, right: 26, top: 12, bottom: 40 };
 const across = (share) => PLOT.left + share * (WIDTH - PLOT.left - PLOT.right);
 const upwards = (share) => HEIGHT - PLOT.bottom - share * (HEIGHT - PLOT.top - PLOT.bottom);
 
@@ -87,7 +107,15 @@ function scatter(points) {
   return frame(label,
     decades(low, high).map((tick) => level(y(tick), milliseconds(tick))),
     [0, 0.25, 0.5, 0.75, 1].map((share) => text(across(share), HEIGHT - PLOT.bottom + 20, percent(share))),
-    text(across(0.5), HEIGHT - 4, "share of the prompt reused"), dots);
+    text(across(0.5), HEIGHT - 4, "share of the prompt reused"),
+    svg("text", { transform: `translate(13 ${upwards(0.5)}) rotate(-90)`, "text-anchor": "middle" }, "time to first token"), dots);
+}
+
+// What the colours of the points mean: the source of most of a prompt's tokens.
+function colours(points) {
+  const present = new Set(points.map((point) => leading(point.counts)));
+  return el("ul", { class: "legend inline" }, NAMES.filter((name) => present.has(name)).map((name) =>
+    el("li", {}, el("i", { class: `swatch bg-${name}` }), `most of it ${name}: ${SOURCES[name]}`)));
 }
 
 function liveTable(live) {

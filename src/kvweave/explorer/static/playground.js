@@ -18,9 +18,10 @@ export function playground(main, state) {
       el("div", { class: "row" }, status, run)));
   main.append(el("div", { class: "stack" },
     el("div", { class: "title" }, el("h1", {}, "Playground"),
-      el("p", { class: "muted" }, "The second prompt is answered twice: once with an empty cache, once after the first prompt. Answers are greedy.")),
+      el("p", { class: "muted" }, "The second prompt is answered twice: once with an empty cache, once after the first prompt. Answers are greedy."),
+      state.overview.moves ? null : el("p", {}, `The backend ${state.overview.backend} reuses common beginnings only. Begin both prompts with the same text to see it; for text at other positions, serve with --prefix-cache-backend fuzzy_match.`)),
     form, result));
-  fill(first.text, second.text);
+  fill(first.text, second.text, state.overview.moves);
 
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -44,10 +45,17 @@ function area(id, label, hint) {
   return { text, field: el("div", { class: "title" }, el("label", { for: id }, label), text, el("p", { id: `${id}-hint`, class: "muted small" }, hint)) };
 }
 
-async function fill(first, second) {
+// Where nothing moves, the two prompts share their beginning; elsewhere a text behind another one.
+async function fill(first, second, moves) {
   const sample = await fetch("/explorer/static/sample.txt").then((reply) => reply.text());
-  suggest(first, `Read this and say in one sentence what it is about.\n\n${sample}`);
-  suggest(second, `You answer questions about a text. Be brief.\n\nText:\n${sample}\nQuestion: What did the keeper write down?`);
+  const question = "What did the keeper write down?";
+  if (moves) {
+    suggest(first, `Read this and say in one sentence what it is about.\n\n${sample}`);
+    suggest(second, `You answer questions about a text. Be brief.\n\nText:\n${sample}\nQuestion: ${question}`);
+  } else {
+    suggest(first, `${sample}\n\nSay in one sentence what this is about.`);
+    suggest(second, `${sample}\n\n${question}`);
+  }
 }
 
 // Not while the field has the focus, or typed letters would follow the sample.

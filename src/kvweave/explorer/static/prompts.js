@@ -1,17 +1,20 @@
 // The list of recent prompts, and the map of the chosen one.
 
 import { get } from "./api.js";
-import { ago, el, milliseconds, number, percent, tokens } from "./dom.js";
+import { ago, el, line, milliseconds, number, percent, tokens } from "./dom.js";
 import { drawMap } from "./map.js";
+import { relations } from "./relations.js";
 import { bar, legend, placeLink, reused, strip } from "./sources.js";
 import { whyNot } from "./whynot.js";
 
 export function prompts(main, state, rest, query) {
   const list = el("ol", { class: "prompts" });
+  const filter = el("input", { id: "filter", type: "search", placeholder: "Number, endpoint, id or words", oninput: sift, spellcheck: "false" });
   const detail = el("div", { class: "stack" });
   main.append(el("div", { class: "split" },
     el("section", { class: "stack", "aria-labelledby": "list-title" },
-      el("h1", { id: "list-title" }, "Prompts"), list),
+      el("h1", { id: "list-title" }, "Prompts"),
+      el("div", { class: "title" }, el("label", { for: "filter" }, "Show only"), filter), list),
     detail));
   const lines = new Map();
   let chosen = null;
@@ -28,13 +31,24 @@ export function prompts(main, state, rest, query) {
     for (const [known, line] of lines) {
       line.querySelector("time").textContent = ago(state.overview.now - state.prompts.get(known).arrived);
     }
+    sift();
     if (chosen === null && state.prompts.size) go([], query);
+  }
+
+  function sift() {
+    const wanted = filter.value.trim().toLowerCase();
+    for (const [known, line] of lines) {
+      const prompt = state.prompts.get(known);
+      const words = `#${known} ${prompt.endpoint} ${prompt.rid} ${prompt.beginning ?? ""}`.toLowerCase();
+      line.hidden = !words.includes(wanted);
+    }
   }
 
   function mark() {
     for (const [known, line] of lines) {
       const link = line.querySelector("a");
       known === chosen ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current");
+      if (known === chosen) line.scrollIntoView({ block: "nearest" });
     }
   }
 
@@ -48,7 +62,7 @@ export function prompts(main, state, rest, query) {
     const asked = chosen;
     try {
       const prompt = await get(`prompts/${asked}`);
-      if (asked === chosen) detail.replaceChildren(...page(prompt, state.overview.text_hidden, query));
+      if (asked === chosen) detail.replaceChildren(...page(prompt, state, query));
       detail.querySelector(".lent")?.scrollIntoView({ block: "center" });
       if (rest[0]) detail.querySelector("h2")?.focus({ preventScroll: true });
     } catch (problem) {
@@ -65,8 +79,9 @@ function entry(prompt, state) {
   return el("li", { value: prompt.number },
     el("a", { href: `#/prompts/${prompt.number}` },
       el("span", { class: "row between" },
-        el("b", {}, `#${prompt.number}`),
+        el("span", {}, el("b", {}, `#${prompt.number}`), ` ${prompt.playground ? "playground" : prompt.endpoint}`),
         el("span", { class: "muted small" }, el("time", {}, ago(state.overview.now - prompt.arrived)))),
+      prompt.beginning ? el("span", { class: "beginning" }, line(prompt.beginning)) : null,
       bar(prompt.counts),
       el("span", { class: "row between small muted" },
         el("span", {}, tokens(prompt.prompt_tokens)),
@@ -74,7 +89,8 @@ function entry(prompt, state) {
         el("span", {}, milliseconds(prompt.first_token_ms)))));
 }
 
-function page(prompt, hidden, query) {
+function page(prompt, state, query) {
+  const hidden = state.overview.text_hidden;
   const facts = {
     "First token": milliseconds(prompt.first_token_ms),
     "In all": milliseconds(prompt.total_ms),
@@ -91,13 +107,17 @@ function page(prompt, hidden, query) {
         el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
       strip(prompt.blocks, prompt.prompt_tokens),
       legend(prompt.counts),
+      relations(prompt, state),
       drawMap(prompt, hidden, query),
       sourcesTable(prompt, hidden)),
     whyNot(prompt),
   ];
 }
 
-function sourcesTable(prompt, open) {
+const SHORT_TABLE = 24;
+
+function sourcesTable(prompt, hidden) {
+  const open = hidden && prompt.blocks.length <= SHORT_TABLE;
   const rows = prompt.blocks.slice(0, 400).map((block) => el("tr", {},
     el("td", {}, el("i", { class: `swatch bg-${block.source}` }), block.source),
     el("td", { class: "num" }, `${number(block.start)} to ${number(block.start + block.length - 1)}`),

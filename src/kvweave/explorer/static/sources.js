@@ -17,9 +17,9 @@ const total = (counts) => NAMES.reduce((sum, name) => sum + (counts[name] ?? 0),
 export const reused = (counts) =>
   LENT.reduce((sum, name) => sum + (counts[name] ?? 0), 0) / Math.max(1, total(counts));
 
-// The source with most reused tokens; "fresh" if there is none.
+// The source of most of its tokens.
 export const leading = (counts) =>
-  LENT.filter((name) => counts[name]).sort((one, other) => counts[other] - counts[one])[0] ?? "fresh";
+  NAMES.filter((name) => counts[name]).sort((one, other) => counts[other] - counts[one])[0] ?? "fresh";
 
 // A link to a range of another prompt.
 export const placeLink = (prompt, start, length) => `#/prompts/${prompt}?from=${start}&to=${start + length}`;

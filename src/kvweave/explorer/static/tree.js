@@ -1,7 +1,7 @@
 // The radix tree as an icicle plot: positions of a prompt across, paths below one another.
 
 import { get } from "./api.js";
-import { ago, el, number, percent, tokens } from "./dom.js";
+import { ago, el, line, number, percent, tokens } from "./dom.js";
 import { placeLink } from "./sources.js";
 
 const ROW = 28;
@@ -41,7 +41,7 @@ export function tree(main, state) {
 }
 
 const key = () => el("ul", { class: "legend inline" },
-  [["hit-0", "never hit"], ["hit-1", "hit once"], ["hit-2", "hit 2 to 7 times"], ["hit-3", "hit more often"], ["goes", "first to be evicted; numbers tell the order"], ["held", "in use now"]]
+  [["hit-0", "never hit"], ["hit-1", "hit once"], ["hit-2", "hit 2 to 7 times"], ["hit-3", "hit more often"], ["goes", "evicted next; the badge tells the order"], ["held", "in use now"]]
     .map(([kind, words]) => el("li", {}, el("i", { class: `swatch ${kind}` }), words)));
 
 // Assigns rows: a node is as high as the leaves below it.
@@ -55,11 +55,17 @@ function laidOut(nodes) {
   }
   let row = 0;
   const order = [];
+  // What all siblings begin with tells none of them apart.
+  const distinguish = (siblings) => {
+    const shared = siblings.length > 1 ? sharedBeginning(siblings.map((node) => node.head ?? "")) : 0;
+    for (const node of siblings) node.shared = shared;
+  };
   const place = (node, depth) => {
     node.depth = depth;
     node.row = row;
     order.push(node);
     node.below.sort((one, other) => other.length - one.length);
+    distinguish(node.below);
     for (const child of node.below) place(child, depth + 1);
     if (!node.below.length) row += 1;
     node.rows = row - node.row;
@@ -94,7 +100,7 @@ function icicle(tree, state) {
         ? { left: 0, width: "100%", top: `${(node.row - 1) * ROW}px`, height: `${ROW}px` }
         : { left: share(node.start), width: `max(3px, ${share(node.length)})`, top: `${node.row * ROW}px`, height: `${node.rows * ROW}px` },
       onclick: () => { choose(node); boxes.get(node).focus(); },
-    }, root ? el("span", {}, rootName(node)) : [node.goes ? el("b", { class: "badge" }, node.goes) : null, el("span", {}, (node.head ?? tokens(node.length)).replace(/\s+/g, " ").trim())]));
+    }, root ? el("span", {}, rootName(node)) : [node.goes ? el("b", { class: "badge" }, node.goes) : null, el("span", {}, name(node))]));
   }
   const box = el("div", { class: "icicle", role: "tree", "aria-label": "Cached paths", style: { height: `${rows * ROW}px` } }, [...boxes.values()]);
   box.addEventListener("keydown", (event) => {
@@ -106,7 +112,7 @@ function icicle(tree, state) {
     boxes.get(next).focus();
   });
   choose(order.find((node) => node.parent !== null) ?? order[0]);
-  return [el("div", { class: "panel" }, el("div", { class: "icicle-scroll" }, axis(width), box)), detail];
+  return [el("div", { class: "panel" }, el("div", { class: "icicle-scroll" }, axis(width), box)), detail, next(order, choose)].filter(Boolean);
 }
 
 function neighbour(order, node, key) {
@@ -124,6 +130,28 @@ function axis(width) {
   const marks = [];
   for (let at = 0; at < 0.96 * width; at += step) marks.push(el("span", { style: { left: `${(100 * at) / width}%` } }, number(at)));
   return el("div", { class: "axis", "aria-hidden": true }, marks);
+}
+
+function sharedBeginning(texts) {
+  let at = 0;
+  while (at < texts[0].length && texts.every((text) => text[at] === texts[0][at])) at += 1;
+  return at;
+}
+
+function name(node) {
+  if (!node.head) return tokens(node.length);
+  const own = line(node.head.slice(node.shared ?? 0));
+  return own ? `${node.shared ? "…" : ""}${own}` : tokens(node.length);
+}
+
+// The nodes that eviction takes first, in order.
+function next(order, choose) {
+  const leaving = order.filter((node) => node.goes).sort((one, other) => one.goes - other.goes).slice(0, 5);
+  if (!leaving.length) return null;
+  return el("section", { class: "panel stack", "aria-labelledby": "next-title" },
+    el("h2", { id: "next-title" }, "Evicted next"),
+    el("ol", { class: "next" }, leaving.map((node) => el("li", {},
+      el("button", { type: "button", class: "quiet", onclick: () => choose(node) }, name(node)), ` ${tokens(node.length)}, ${node.idle === 0 ? "used by the newest path" : `last used ${number(node.idle)} uses ago`}`))));
 }
 
 const hits = (node) => (node.hits === 0 ? 0 : node.hits === 1 ? 1 : node.hits < 8 ? 2 : 3);
