@@ -17,7 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, SchedulerConfig
+from kvweave.config import (
+    CacheConfig,
+    EngineConfig,
+    FuzzyConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.components import EngineComponents
 from kvweave.engine.engine import Engine
@@ -234,6 +240,7 @@ def make_world(
     wait: bool = True,
     events: EventSink | None = None,
     fuzzy: FuzzyConfig | None = None,
+    speculative: SpeculativeConfig | None = None,
     make_cache: Callable[[PagePool, CacheOptions, OracleRunner], PrefixCache] | None = None,
     **scheduler: Any,
 ) -> World:
@@ -245,6 +252,7 @@ def make_world(
         cache=cache_config,
         fuzzy=fuzzy or FuzzyConfig(),
         scheduler=SchedulerConfig(**scheduler),
+        speculative=speculative or SpeculativeConfig(),
     )
     pool = PoisonedPool(pool_tokens // page_size, page_size)
     pool.runner = runner = OracleRunner(pool)

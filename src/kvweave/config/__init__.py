@@ -14,6 +14,7 @@ from kvweave.config.fuzzy import FuzzyConfig
 from kvweave.config.model import ModelConfig
 from kvweave.config.scheduler import SchedulerConfig
 from kvweave.config.server import ServerConfig
+from kvweave.config.speculative import SpeculativeConfig
 from kvweave.plugins import BACKENDS, moving_backends
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "SpeculativeConfig",
     "validate",
 ]
 
@@ -39,6 +41,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     fuzzy: FuzzyConfig = field(default_factory=FuzzyConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     def warn_without_effect(self, given: Iterable[str]) -> None:
         """Log which of the `given` settings the chosen backend does not read."""

@@ -20,6 +20,7 @@ from kvweave.engine.execution.executor import BatchExecutor, RowOutput
 from kvweave.engine.heal import Healer
 from kvweave.engine.output.sequence_output import SequenceOutput, SequenceOutputFactory
 from kvweave.engine.sampling.grammar import GrammarCompiler
+from kvweave.engine.scheduler.drafts import Drafter
 from kvweave.engine.scheduler.request import RequestGroup, Sequence, Status
 from kvweave.engine.scheduler.scheduler import Row, Scheduler
 from kvweave.engine.stats import Reporter
@@ -68,11 +69,12 @@ class Engine:
         pool, self.cache = self.components.pool, self.components.cache
         slots = pool.num_pages * pool.page_size
         self.limits = Limits(loaded.context_length, slots, loaded.vocab_size)
+        drafts = config.speculative
+        drafter = Drafter(self.cache, drafts) if drafts.algorithm != "none" else None
+        self.scheduler = Scheduler(self.cache, config.scheduler, drafter)
         self._store = store = self.components.store
-        if store is None:
-            self.scheduler = Scheduler(self.cache, config.scheduler)
-        else:
-            self.scheduler = Scheduler(self.cache, config.scheduler, store.awaited)
+        if store is not None:
+            self.scheduler.awaits_store = store.awaited
             store.give_back = self.scheduler.give_back
         self.dead = False
         """Failed too often in a row: no request is answered any more."""
@@ -261,10 +263,10 @@ class Engine:
             if self._store is not None:
                 self._store.wait(_IDLE_SECONDS)
             return
-        began = time.perf_counter()
         states = {s: self._answers[s].sampling for s in (row.sequence for row in step.rows)}
         last: Exception | None = None
         computed = False
+        began = time.perf_counter()
         for row, output in self._executor.run(step.rows, states):
             computed |= output.computed
             try:
@@ -272,16 +274,18 @@ class Engine:
             except Exception as error:
                 last = error
                 self._fail(row.sequence, error, logged=output.logged)
+        took = time.perf_counter() - began
+        self.scheduler.took(took)
         if self._store is not None:
             tokens = sum(row.count for row in step.rows if row.prefill)
-            self._store.stepped(tokens, time.perf_counter() - began)
+            self._store.stepped(tokens, took)
         if computed:
             self._failures = 0
         elif last is not None:
             self._got_nothing_done(last, self._executor.work)
 
     def _advance(self, row: Row, output: RowOutput) -> None:
-        """Count the progress of a row and add its token to its answer."""
+        """Count the progress of a row and add its tokens to its answer."""
         if output.error is not None:
             raise output.error
         sequence = row.sequence
@@ -291,9 +295,11 @@ class Engine:
         answer = self._answers[sequence]
         if output.scores:
             answer.score(output.scores)
-        if output.token is not None:
-            delta = answer.accept(output.token, output.logprob)
-            self._reporter.counters.generated_tokens += 1
+        if output.tokens:
+            delta = answer.accept(output.tokens, output.logprobs)
+            accepted = len(delta.token_ids) - 1
+            self.scheduler.commit_draft(row, accepted)
+            self._reporter.counters.sampled(len(row.draft), accepted)
         elif row.completes:
             delta = answer.end("length")  # nothing was to be generated
         else:

@@ -34,6 +34,14 @@ class Counters:
     preemptions: int = 0
     steps: int = 0
     prefill_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def sampled(self, drafted: int, accepted: int) -> None:
+        """A row got its token, and `accepted` of `drafted` more."""
+        self.generated_tokens += 1 + accepted
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
 
 
 class Reporter:
@@ -83,6 +91,8 @@ class Reporter:
             evicted_tokens=cached.evicted_pages * size,
             steps=counters.steps,
             prefill_steps=counters.prefill_steps,
+            drafted_tokens=counters.drafted_tokens,
+            accepted_tokens=counters.accepted_tokens,
             dropped_event_batches=0 if self._events is None else self._events.dropped,
             paraphrase_refused=reuse.refused,
             provider_events=reuse.events,

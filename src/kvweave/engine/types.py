@@ -331,6 +331,9 @@ class EngineSnapshot:
     steps: int = 0
     prefill_steps: int = 0
     """Steps that computed prompt tokens, alone or beside decodes."""
+    drafted_tokens: int = 0
+    """Proposed by drafts; `accepted_tokens` of them became part of answers."""
+    accepted_tokens: int = 0
     dropped_event_batches: int = 0
     """What the cache's followers never heard, because it came faster than it was sent."""
 

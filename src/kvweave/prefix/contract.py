@@ -122,6 +122,13 @@ class PrefixCache(ABC):
         """
         return 0
 
+    def continuation(self, lease: Lease, tokens: IntArray, most: int) -> IntArray:
+        """What cached text of the lease's namespace says after `tokens`, up to `most` tokens.
+
+        `tokens` are the request's, as in `publish`. A copy; empty if no text goes on from there.
+        """
+        return tokens[:0]
+
     def take_events(self) -> list[KVEvent]:
         """Events since the last call (empty unless options.events)."""
         return []

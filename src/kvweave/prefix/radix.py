@@ -195,6 +195,15 @@ class RadixCache(CacheBackend):
             return 0
         return self._pending.pending_prefix(view, matched, self._servable(view))
 
+    def continuation(self, lease: Lease, tokens: IntArray, most: int) -> IntArray:
+        assert isinstance(lease, RadixLease)
+        if lease.node is None:
+            return tokens[:0]
+        behind = tokens[lease.published :]
+        place = self.tree.descend(lease.node, behind)
+        matched = self.tree.length(place) - lease.published
+        return self.tree.following(place, behind[matched:], most)
+
     def take_events(self) -> list[KVEvent]:
         return [] if self._events is None else self._events.take()
 

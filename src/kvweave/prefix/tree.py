@@ -7,6 +7,7 @@ order. It owns no pages: its cache does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +17,9 @@ from kvweave.kv.journal import Journal
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
 from kvweave.prefix.lease import Namespace
+
+_CHILDREN_TRIED = 64
+"""Ways on from a node that `following` compares."""
 
 
 class Node:
@@ -171,6 +175,28 @@ class RadixTree:
                 break
             node, at = child, at + same * size
         return place
+
+    def following(self, place: Place, tokens: IntArray, most: int) -> IntArray:
+        """A copy of up to `most` tokens that stand behind `place` and then `tokens`, fewer than a
+        page; where paths part, of the newest one."""
+        node, pages = place
+        run = node.tokens[pages * self.page_size :]
+        if not len(run):
+            newest_first = islice(reversed(node.children.values()), _CHILDREN_TRIED)
+            fitting = (each for each in newest_first if _begins(each.tokens, tokens))
+            child = next(fitting, None)
+            if child is None:
+                return tokens[:0]
+            node, run = child, child.tokens
+        elif not _begins(run, tokens):
+            return tokens[:0]
+        found = [run[len(tokens) : len(tokens) + most]]
+        missing = most - len(found[0])
+        while missing > 0 and node.children:
+            node = next(reversed(node.children.values()))
+            found.append(node.tokens[:missing])
+            missing -= len(found[-1])
+        return np.concatenate(found)
 
     def length(self, place: Place) -> int:
         """Tokens from the root to `place`."""
@@ -421,6 +447,10 @@ class RadixTree:
         wrong = [name for name, is_wrong in problems.items() if is_wrong]
         if wrong:
             raise IntegrityError(f"node {node.order} is wrong in {', '.join(wrong)}")
+
+
+def _begins(run: IntArray, tokens: IntArray) -> bool:
+    return np.array_equal(run[: len(tokens)], tokens)
 
 
 def _is_evictable(node: Node) -> bool:

@@ -246,6 +246,11 @@ def _counters(now: EngineSnapshot) -> dict[str, tuple[str, float]]:
         "evicted_tokens": ("Slots evicted from the cache to make room.", now.evicted_tokens),
         "num_retracted_requests": ("Answers preempted, to be resumed.", now.preemptions),
         "engine_steps": ("Forward passes for requests.", now.steps),
+        "spec_draft_tokens": ("Tokens that drafts proposed.", now.drafted_tokens),
+        "spec_accepted_tokens": (
+            "Tokens that drafts proposed and answers got.",
+            now.accepted_tokens,
+        ),
         "healed_prompts": ("Prompts computed exactly after approximate service.", now.healed),
         "healed_tokens": ("Prompt tokens computed for healing, while idle.", now.healed_tokens),
         "preempted_heals": ("Healing interrupted by a request.", now.heals_preempted),

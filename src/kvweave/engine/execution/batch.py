@@ -109,7 +109,8 @@ class RowLogits:
     """Which of a forward pass's logits belong to one row.
 
     Logits `[first, first + len(scored))` predict the prompt tokens at the positions `scored` + 1;
-    the logits behind them, if a token is to be sampled, are those it is sampled from.
+    the logits behind them, if a token is to be sampled, are those it is sampled from; and behind
+    these are, for each token of the row's draft, those of the token after it.
     """
 
     row: Row
@@ -182,8 +183,10 @@ def _fill(
         slots[0] = int(table[position // size]) * size + position % size
         return
     at = sequence.next_positions(row.count)
+    known = row.count - len(row.draft)
     positions[:] = at
-    token_ids[:] = sequence.tokens[at]
+    token_ids[:known] = sequence.tokens[at[:known]]
+    token_ids[known:] = row.draft
     slots[:] = table[at // size].astype(np.int64) * size + at % size
 
 
@@ -219,7 +222,8 @@ def _logits(rows: Rows[Row], query_start: IntArray) -> tuple[LongArray, list[Row
             scored = at[inside]
             indices.extend((inside + int(query_start[r])).tolist())
         if _samples(row):
-            indices.append(int(query_start[r + 1]) - 1)
+            end = int(query_start[r + 1])
+            indices.extend(range(end - 1 - len(row.draft), end))
         wanted.append(RowLogits(row, first, scored))
     return np.array(indices, np.int64), wanted
 

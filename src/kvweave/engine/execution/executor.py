@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from kvweave.engine.components import EngineComponents
 from kvweave.engine.execution.batch import BatchBuilder, ForwardBatch, LongArray, RowLogits
 from kvweave.engine.sampling.logits import prompt_logprobs
-from kvweave.engine.sampling.sampler import SamplingState, sample
+from kvweave.engine.sampling.sampler import SampledTokens, SamplingState, sample
 from kvweave.engine.scheduler.request import Sequence
 from kvweave.engine.scheduler.scheduler import Row
 from kvweave.engine.types import TokenLogprob
@@ -25,8 +26,10 @@ class RowOutput:
 
     scores: list[TokenLogprob] = field(default_factory=list)
     """Of the prompt tokens after the row's scored positions."""
-    token: int | None = None
-    logprob: TokenLogprob | None = None
+    tokens: list[int] = field(default_factory=list)
+    """Sampled: one, and one more for each token of the row's draft that was sampled too."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of `tokens`, if wanted."""
     chosen: LongArray | None = None
     """Positions that the forward pass chose to compute again."""
     error: Exception | None = None
@@ -44,21 +47,40 @@ def row_outputs(
     for part, output in zip(wanted, outputs, strict=True):
         if len(part.scored):
             _score(logits, part, output)
-    sampled = [part for part in wanted if part.sampled is not None]
-    if not sampled:
-        return outputs
-    at = [part.sampled for part in sampled]
-    if len(at) < len(logits):
-        logits = logits[at]
-    result = sample(logits, [states[part.row.sequence] for part in sampled])
-    chosen = iter(range(len(sampled)))
-    for part, output in zip(wanted, outputs, strict=True):
+    rows: list[int] = []
+    choosing: list[SamplingState] = []
+    ends: list[int] = []
+    for part in wanted:
         if part.sampled is not None:
-            row = next(chosen)
-            output.token = result.token_ids[row]
-            output.logprob = result.logprobs[row]
-            output.error = output.error or result.errors.get(row)
+            ahead = states[part.row.sequence].ahead(part.row.draft)
+            rows += range(part.sampled, part.sampled + len(ahead))
+            choosing += ahead
+        ends.append(len(rows))
+    if rows:
+        result = sample(logits[rows] if len(rows) < len(logits) else logits, choosing)
+        for part, output, start, end in zip(wanted, outputs, [0, *ends], ends, strict=False):
+            _take(result, range(start, end), part.row.draft, output)
     return outputs
+
+
+def _take(result: SampledTokens, rows: range, draft: Rows[int], output: RowOutput) -> None:
+    """The sampled tokens up to the first that is not what the draft says.
+
+    A draft proposes one token with certainty. Then to sample, and to go on as long as the sample
+    is the proposal, is the acceptance rule of speculative sampling (Leviathan, Kalman, Matias,
+    arXiv 2211.17192): what is chosen, and by which random number, is as without a draft.
+    """
+    for row, proposed in zip_longest(rows, draft[: len(rows) - 1]):
+        if row in result.errors:
+            if not output.tokens:  # else the next step meets it, with the same tokens before it
+                output.error = output.error or result.errors[row]
+            return
+        output.tokens.append(result.token_ids[row])
+        logprob = result.logprobs[row]
+        if logprob is not None:
+            output.logprobs.append(logprob)
+        if result.token_ids[row] != proposed:
+            return
 
 
 def _score(logits: torch.Tensor, part: RowLogits, output: RowOutput) -> None:

@@ -162,24 +162,37 @@ class SequenceOutput:
         self._prompt_logprobs += logprobs
         self.sequence.scored = len(self._prompt_logprobs) - 1
 
-    def accept(self, token: int, logprob: TokenLogprob | None = None) -> OutputDelta:
-        """Append a sampled token; `finish_reason` is set if it is the last."""
+    def accept(
+        self, tokens: SequenceOf[int], logprobs: SequenceOf[TokenLogprob] = ()
+    ) -> OutputDelta:
+        """Append sampled tokens up to the answer's end: then `finish_reason` is set, and the delta
+        holds fewer than were given. `logprobs` has one per token, or none.
+        """
+        text = ""
+        for count, token in enumerate(tokens, 1):
+            text += self._append(token)
+            if self.finish_reason is not None:
+                tokens, logprobs = tokens[:count], logprobs[:count]
+                break
+        return self._delta(text, tuple(tokens), tuple(logprobs))
+
+    def _append(self, token: int) -> str:
+        """The text that can be shown once `token` is appended."""
         self.sequence.append(token)
         self.sampling.record(token)
         if token in self._ending:
-            text = self._end_with(token)
-        else:
-            text = self._watch(self._detokenizer.add(token))
-            if self._stops.watches_hidden and token in self._hidden:
-                text += self._watch(self._hidden[token], hidden=True)
-            grammar = self.sampling.grammar
-            if grammar is not None and grammar.finished:
-                text += self._flush()
-                self.finish_reason = self.finish_reason or "stop"
-            elif self.sequence.length >= self.sequence.limit:
-                text += self._flush()
-                self.finish_reason = self.finish_reason or "length"
-        return self._delta(text, (token,), () if logprob is None else (logprob,))
+            return self._end_with(token)
+        text = self._watch(self._detokenizer.add(token))
+        if self._stops.watches_hidden and token in self._hidden:
+            text += self._watch(self._hidden[token], hidden=True)
+        grammar = self.sampling.grammar
+        if grammar is not None and grammar.finished:
+            text += self._flush()
+            self.finish_reason = self.finish_reason or "stop"
+        elif self.sequence.length >= self.sequence.limit:
+            text += self._flush()
+            self.finish_reason = self.finish_reason or "length"
+        return text
 
     def end(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
         """End without another token."""

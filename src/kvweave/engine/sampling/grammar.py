@@ -63,9 +63,9 @@ class GrammarMatcher:
         """How many of `tokens`, from the first on, the grammar allows one after another."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
-    def rollback(self, count: int) -> None:
-        """Take back the last `count` accepted tokens."""
-        self._matcher.rollback(count)
+    def twin(self) -> GrammarMatcher:
+        """The same place in the grammar, which goes on by itself."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._ending, self._goes_on)
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         """Write one bit per token into `mask`: whether it may come next."""

@@ -8,6 +8,7 @@ temperature.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +92,13 @@ class TokenCounts:
             self._size += 1
         self._counts[place] += 1
 
+    def twin(self) -> TokenCounts:
+        """The same counts, which go on by themselves."""
+        twin = copy(self)
+        twin._ids, twin._counts = self._ids.copy(), self._counts.copy()
+        twin._place = self._place.copy()
+        return twin
+
     @property
     def ids(self) -> npt.NDArray[np.int64]:
         return self._ids[: self._size]
@@ -134,6 +142,13 @@ class Adjuster:
             self._output.append(token)
         if self._counts is not None:
             self._counts.add(token)
+
+    def twin(self) -> Adjuster:
+        """The same state, which goes on by itself."""
+        twin = copy(self)
+        twin._output = self._output.copy()
+        twin._counts = None if self._counts is None else self._counts.twin()
+        return twin
 
     def collect(self, row: int, changes: Changes) -> None:
         """Add what applies to the next token of the sequence, whose logits are in `row`."""

@@ -8,6 +8,7 @@ token depends on its seed and n only, so neither the rest of the batch nor a pre
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,6 +62,27 @@ class SamplingState:
         self.drawn += 1
         if self.adjuster is not None:
             self.adjuster.add(token)
+
+    def ahead(self, draft: Sequence[int]) -> list[SamplingState]:
+        """This state, and for each token of `draft` the state after it: fewer where one would end
+        the answer, or is not allowed by the grammar.
+        """
+        states = [self]
+        if self.grammar is not None and draft:
+            draft = draft[: self.grammar.allowed_run(draft)]
+        for token in draft:
+            if token in self.ending:
+                break
+            state = copy(states[-1])
+            if state.adjuster is not None:
+                state.adjuster = state.adjuster.twin()
+            if state.grammar is not None:
+                state.grammar = state.grammar.twin()
+            state.record(token)
+            if state.grammar is not None and state.grammar.finished:
+                break
+            states.append(state)
+        return states
 
 
 @dataclass(slots=True)

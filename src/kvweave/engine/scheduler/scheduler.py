@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvweave.config import SchedulerConfig
 from kvweave.engine.scheduler.admission import Admission, WaitingQueue
+from kvweave.engine.scheduler.drafts import Drafter
 from kvweave.engine.scheduler.request import Sequence, Status
 from kvweave.errors import IntegrityError, RequestError
 from kvweave.prefix.contract import PrefixCache
@@ -34,6 +35,8 @@ class Row:
     """Part of a plan; else a decode, which is one sampled token."""
     completes: bool
     """Nothing remains to compute afterwards: the next token can be sampled."""
+    draft: tuple[int, ...] = ()
+    """Proposals for the tokens after the sequence's last, the last of the row's positions."""
 
 
 @dataclass(slots=True)
@@ -57,18 +60,16 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        cache: PrefixCache,
-        config: SchedulerConfig,
-        awaits_store: Callable[[str], bool] = lambda rid: False,
+        self, cache: PrefixCache, config: SchedulerConfig, drafter: Drafter | None = None
     ) -> None:
-        """`awaits_store`: whether KV is on its way into the cache for the request of this id."""
         self.waiting = WaitingQueue("lpm" if config.schedule_policy == "lpm" else "fcfs")
         self.running: list[Sequence] = []
         self._cache = cache
         self._config = config
-        self._awaits_store = awaits_store
+        self.awaits_store: Callable[[str], bool] = lambda rid: False
+        """Whether KV is on its way into the cache for the request of this id."""
         self._admission = Admission(cache)
+        self._drafter = drafter
         self._step = Step()
         self._budget = 0
         self._owed: list[Lease] = []
@@ -93,14 +94,33 @@ class Scheduler:
             self._admit(above=outranked[0].priority)
             self._continue(outranked)
         self._admit()
+        if self._drafter is not None:
+            self._draft(self._drafter)
         return self._step
 
     def commit(self, row: Row) -> None:
-        """The row's KV is computed: progress counts, and full pages are published."""
-        sequence = row.sequence
+        """The row's KV is computed, its draft's left aside: progress counts, and full pages are
+        published."""
+        self._progress(row.sequence, row.count - len(row.draft))
+
+    def commit_draft(self, row: Row, accepted: int) -> None:
+        """The first `accepted` tokens of the row's draft are the sequence's now, and their KV is
+        there. That of the others will be overwritten."""
+        if accepted:
+            self._progress(row.sequence, accepted)
+        if row.draft and self._drafter is not None:
+            self._drafter.verified(row.sequence, len(row.draft), accepted)
+
+    def took(self, seconds: float) -> None:
+        """How long the step took that was planned last."""
+        rows = self._step.rows
+        if self._drafter is not None and not any(row.prefill for row in rows):
+            self._drafter.cost.observe(sum(row.count for row in rows), seconds)
+
+    def _progress(self, sequence: Sequence, count: int) -> None:
         lease = sequence.lease
         assert lease is not None
-        sequence.done += row.count
+        sequence.done += count
         if sequence.decoding:
             sequence.group.prompt_computed = True
         frontier = sequence.frontier
@@ -117,6 +137,8 @@ class Scheduler:
         elif sequence.status is Status.RUNNING:
             self.running.remove(sequence)
         self._release(sequence, Status.FINISHED)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
 
     def retain(self, sequence: Sequence) -> None:
         """The sequence has ended well, its lease still held: offer its KV to its session."""
@@ -180,7 +202,7 @@ class Scheduler:
             if above is not None and sequence.priority <= above:
                 return
             try:
-                if self._awaits_store(sequence.group.request.rid):
+                if self.awaits_store(sequence.group.request.rid):
                     continue  # others may pass
                 if self._admission.awaits_producer(sequence, matched):
                     continue
@@ -283,6 +305,23 @@ class Scheduler:
         row = Row(sequence, count, not sequence.decoding, sequence.remaining == count)
         self._step.rows.append(row)
         self._budget = max(0, self._budget - count)
+
+    def _draft(self, drafter: Drafter) -> None:
+        """Let decodes carry drafts, with what all rows of the step leave of budget and pages."""
+        decodes = [row for row in self._step.rows if not row.prefill]
+        for row in decodes:
+            sequence, lease = row.sequence, row.sequence.lease
+            assert lease is not None
+            most = min(self._budget, sequence.limit - sequence.length - 1)
+            draft = drafter.propose(sequence, most, len(decodes))
+            if not draft:
+                continue
+            room = len(lease.pages) * self._cache.page_size - sequence.length
+            if len(draft) > room and not self._cache.grow(lease, sequence.length + len(draft)):
+                draft = draft[:room]
+            row.draft = draft
+            row.count += len(draft)
+            self._budget -= len(draft)
 
     def _preempt(self, victim: Sequence) -> None:
         """Take the victim's pages; it computes prompt and output again when there is room."""
