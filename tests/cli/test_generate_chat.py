@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import os
+import sys
 
 import pytest
 
@@ -110,3 +112,63 @@ def test_an_answer_can_be_stopped(engine, capsys, monkeypatch):
     chat_with(monkeypatch, "long", "short")
     assert "(stopped)" in capsys.readouterr().out
     assert "long" not in engine.tokenizer.decode(engine.requests[-1].prompt_ids)
+
+
+def test_commands_are_helped_with_and_unknown_ones_are_no_question(engine, capsys, monkeypatch):
+    chat_with(monkeypatch, "/help", "/nwe", "/etc/hosts is a file", "/quit")
+    out = capsys.readouterr().out
+    assert out.count("/new starts over") == 3  # at the start, for /help, for the unknown one
+    assert "There is no /nwe." in out
+    [request] = engine.requests
+    assert "/etc/hosts is a file" in engine.tokenizer.decode(request.prompt_ids)
+
+
+TERMINAL = """
+import contextlib, sys
+from kvweave.cli import chat as module
+from kvweave.cli.main import main
+from kvweave.cli.session import Session
+from kvweave.server.prompts import PromptReader
+from support.serverkit import FakeEngine, toy_card
+
+class Slow(FakeEngine):
+    async def _run(self, request):
+        print("ANSWERING", flush=True)
+        import asyncio
+        await asyncio.sleep(1.0)
+        async for delta in super()._run(request):
+            yield delta
+
+@contextlib.contextmanager
+def open_session(config):
+    engine = Slow()
+    yield Session(engine, PromptReader(engine.tokenizer, toy_card(engine.tokenizer)), "toy")
+    print([engine.tokenizer.decode(r.prompt_ids)[-60:] for r in engine.requests])
+
+module.open_session = open_session
+main(["chat", "--max-tokens", "9"])
+"""
+
+
+def test_a_terminal_edits_lines_remembers_them_and_keeps_answers_clean(tmp_path):
+    pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed")
+    environment = {**os.environ, "KVWEAVE_CACHE": str(tmp_path), "TERM": "xterm"}
+    command = ["-c", TERMINAL]
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    child = pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=60)
+    child.expect("> ")
+    child.send("hallo\x1b[D\x1b[D\x1b[D\x08e\r")  # three to the left, a becomes e
+    child.expect("ANSWERING")
+    child.send("typed early")
+    child.expect("tokens/s|answer: ")
+    assert "typed early" not in child.before
+    child.expect("typed early")  # readline shows it in the next line
+    child.sendline("")
+    child.expect("answer: ")
+    child.expect("> ")
+    child.sendline("/quit")
+    child.expect(pexpect.EOF)
+    assert "hello" in child.before
+    history = tmp_path / "chat_history"
+    assert "hello" in history.read_text()
+    assert history.stat().st_mode & 0o777 == 0o600

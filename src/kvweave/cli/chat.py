@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +21,12 @@ from kvweave.errors import KvweaveError, RequestError
 if TYPE_CHECKING:
     from kvweave.engine.types import Usage
 
-_HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+_HELP = (
+    "/new starts over, /help shows this, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer. "
+    "The arrow keys edit the line and recall earlier ones."
+)
+_REMEMBERED = 1000
+"""Lines of input that are kept for the next conversation."""
 
 
 @takes_settings(sampling=SamplingConfig, engine=EngineConfig)
@@ -25,24 +34,79 @@ def chat(sampling: SamplingConfig, engine: EngineConfig, given: frozenset[str]) 
     """Talk to a model in the terminal."""
     console = Console(highlight=False)
     engine.warn_without_effect(given)
-    with open_session(engine) as session:
+    with open_session(engine) as session, _line_editing():
         console.print(f"{session.name}. {_HELP}", style="dim", soft_wrap=True)
         conversation = Conversation(session, sampling, console)
-        while (line := _read(console)) is not None:
+        while (line := _read()) is not None:
             if line == "/new":
                 conversation.messages.clear()
+            elif line == "/help":
+                console.print(_HELP, style="dim", soft_wrap=True)
+            elif line.startswith("/") and " " not in line:
+                console.print(f"There is no {line}. {_HELP}", style="dim", soft_wrap=True)
             elif line:
-                conversation.turn(line)
+                with _silent_keys():
+                    conversation.turn(line)
 
 
-def _read(console: Console) -> str | None:
+def _read() -> str | None:
     """One line of input; None at its end."""
     try:
-        line = console.input("[bold]> [/bold]").strip()
+        line = input("> ").strip()  # not rich's: readline has to know the prompt
     except (EOFError, KeyboardInterrupt):
-        console.print()
+        print()
         return None
     return None if line == "/quit" else line
+
+
+@contextlib.contextmanager
+def _line_editing() -> Iterator[None]:
+    """Editing and history of input lines, where this Python has readline and stdin is a terminal.
+
+    The history is kept in the cache folder, readable for its owner only.
+    """
+    try:
+        import readline
+    except ImportError:
+        readline = None  # type: ignore[assignment]
+    if readline is None or not sys.stdin.isatty():
+        yield
+        return
+    from kvweave.models.cache import cache_folder  # imported here: its package loads torch
+
+    folder = cache_folder()
+    file = folder / "chat_history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+            readline.set_history_length(_REMEMBERED)
+            readline.write_history_file(file)
+
+
+@contextlib.contextmanager
+def _silent_keys() -> Iterator[None]:
+    """Keys typed during an answer are not echoed into it; the next line of input begins with them.
+
+    Does nothing where stdin is no terminal.
+    """
+    if os.name != "posix" or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    silent = list(before)
+    silent[3] &= ~termios.ECHO  # the local modes
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @dataclass
@@ -79,24 +143,27 @@ class Conversation:
         request = GenerateRequest(
             rid=f"turn-{self._turns}", prompt_ids=prompt, sampling=self.sampling.params()
         )
-        started, first = time.perf_counter(), None
+        started, first = time.perf_counter(), 0.0
         answer, tokens, usage = "", 0, Usage()
         async for delta in self.session.engine.generate(request):
             if delta.error is not None:
                 raise RequestError(delta.error)
-            if first is None:
-                first = time.perf_counter() - started
+            first = first or time.perf_counter() - started
             self.console.print(delta.text, end="", markup=False, soft_wrap=True)
             answer, tokens, usage = answer + delta.text, tokens + len(delta.token_ids), delta.usage
         self.console.print()
-        account = _account(usage, tokens, first or 0.0)
+        account = _account(usage, tokens, first, time.perf_counter() - started)
         self.console.print(account, style="dim", soft_wrap=True)
         return answer
 
 
-def _account(usage: Usage, tokens: int, first_token_seconds: float) -> str:
+def _account(usage: Usage, tokens: int, first: float, total: float) -> str:
+    """What the turn cost; times in seconds from its submission."""
     moved = f", {usage.moved_tokens} moved" if usage.moved_tokens else ""
+    speed = (
+        f" at {(tokens - 1) / (total - first):.1f} tokens/s" if tokens > 1 and total > first else ""
+    )
     return (
-        f"({usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached{moved}; first token "
-        f"after {first_token_seconds:.2f} s, {tokens} in all)"
+        f"(prompt: {usage.prompt_tokens} tokens, {usage.cached_tokens} cached{moved}; "
+        f"first token after {1000 * first:,.0f} ms; answer: {tokens} tokens{speed})"
     )

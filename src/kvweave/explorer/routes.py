@@ -120,9 +120,7 @@ def explorer_router(service: Service, history: History, backend: str) -> APIRout
                 "heals_waiting": now.heals_waiting,
                 "healed": now.healed,
             },
-            "prompts": [
-                summary_view(record, texts) for record in history if record.number > after
-            ],
+            "prompts": [summary_view(record, texts) for record in history if record.number > after],
         }
 
     @router.get("/api/prompts/{number}", name="explorer_prompt", responses={404: {}})
