@@ -26,6 +26,11 @@ def converse(world: World, turns: int, session: str | None, salt: str | None = N
 def test_what_a_session_computed_behind_moved_text_serves_its_later_turns(page_size):
     world = fuzzy_world(page_size)
     plans = converse(world, 6, "s")
+    for turn, plan in enumerate(plans, 1):
+        usage = world.answers[f"s-None-{turn}", 0].usage
+        approximate = sum(span.length for span in plan if span.generation)
+        assert (usage.reuse.session > 0) == (turn > 2), "what turn 2 computed is lent to turn 3"
+        assert approximate - usage.refreshed_tokens <= usage.reuse.session <= approximate
     assert plans[0] == [], "the first turn is exact"
     assert all(span.generation == 0 for span in plans[1]), "the document comes from the tree"
     for turn in range(2, 6):

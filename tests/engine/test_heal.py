@@ -238,6 +238,21 @@ def test_the_queue_is_bounded_keeps_the_newest_and_each_prompt_once():
         assert (world.answers[f"{rid} last", 0].plan == ()) == exact
 
 
+def test_of_a_session_only_the_newest_prompt_is_healed():
+    world = healing_world(pool_tokens=4096)
+    prompts = {
+        rid: served_approximately(world, seed, rid, session="s")
+        for seed, rid in enumerate("abc", 2)
+    }
+    served_approximately(world, 9, "other")
+    waiting = world.engine.snapshot()
+    assert (waiting.heals_waiting, waiting.heals_dropped) == (2, 0), "one of s, and another's"
+    idle(world)
+    for rid, exact in (("a", False), ("b", False), ("c", True)):
+        world.run(request(f"{rid} last", prompts[rid], 1))
+        assert (world.answers[f"{rid} last", 0].plan == ()) == exact
+
+
 def test_what_others_have_computed_meanwhile_is_not_computed_again():
     world = healing_world()
     tokens = served_approximately(world)

@@ -182,6 +182,13 @@ def test_a_paraphrase_is_shown_with_the_prompt_on_its_node_and_refreshed_tokens_
     ]
 
 
+def test_a_run_from_the_session_s_own_approximate_kv_is_marked():
+    text = random_tokens(1, 60)
+    spans = (Span(4, 20, "8", 2), Span(30, 20, "s1", 10, generation=2))
+    blocks = prompt_view(record(3, text, spans=spans), [], {}, None)["blocks"]
+    assert [block.get("generation") for block in blocks] == [None, None, None, 2, None]
+
+
 def test_a_donor_that_was_healed_meanwhile_is_still_named():
     text = random_tokens(1, 60)
     approximate = record(1, [*range(10), *text], spans=(Span(2, 4, "1", 30),))

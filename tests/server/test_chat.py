@@ -31,6 +31,7 @@ def test_the_shape_of_an_answer(client):
                 "moved_tokens": 0,
                 "paraphrase_tokens": 0,
                 "refreshed_tokens": 0,
+                "session_tokens": 0,
             },
         },
     }

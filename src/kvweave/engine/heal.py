@@ -31,7 +31,7 @@ logger = logging.getLogger("kvweave.engine")
 CHUNK = 128
 """Tokens of one step, or a page if that is longer: what an interruption costs at most."""
 
-_Name: TypeAlias = tuple[Namespace, bytes]
+_Name: TypeAlias = tuple[Namespace, str | bytes]
 
 
 @dataclass(slots=True)
@@ -52,12 +52,14 @@ class _Prompt:
     tokens: IntArray
     priority: int
     semantic: bool
+    session: str | None
     eviction_key: Key
     """Only pages before this key may be evicted for it: none that were used since it was served."""
 
     @property
     def name(self) -> _Name:
-        return self.namespace, self.tokens.tobytes()
+        """Its place in the queue. A session has one, since its earlier prompts do not return."""
+        return self.namespace, self.session or self.tokens.tobytes()
 
     @property
     def view(self) -> RequestView:
@@ -80,6 +82,8 @@ class _Prompt:
 
 class Healer:
     """Queues prompts to heal, each once, at most `most`; the newest is healed first.
+
+    Of a session that waits for its user or its tools, only the newest prompt is queued.
 
     Belongs to the engine's thread.
     """
@@ -116,7 +120,13 @@ class Healer:
             return  # shorter than a page: nothing of it can be cached
         eviction_key = self._cache.eviction_key(lease.priority)
         prompt = _Prompt(
-            lease.rid, lease.namespace, tokens, lease.priority, lease.semantic, eviction_key
+            lease.rid,
+            lease.namespace,
+            tokens,
+            lease.priority,
+            lease.semantic,
+            lease.session,
+            eviction_key,
         )
         self._waiting[prompt.name] = prompt
         self._waiting.move_to_end(prompt.name)

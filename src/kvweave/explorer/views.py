@@ -89,6 +89,8 @@ def _block(
         if number is None and run.span is not None:
             number = lenders.get(run.span.donor)
         block |= {"donor_start": run.donor_start, "donor": number}
+        if run.span is not None and run.span.generation:
+            block["generation"] = run.span.generation
     return block
 
 

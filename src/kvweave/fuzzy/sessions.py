@@ -57,6 +57,11 @@ class Segment:
     """1 behind text moved from exact donors, else 1 more than the donors' own."""
     used: Key
 
+    @property
+    def request(self) -> tuple[Namespace, str]:
+        """The request that computed it."""
+        return self.session[0], self.rid
+
 
 @dataclass(frozen=True, slots=True)
 class SessionCandidate(Candidate):
@@ -94,6 +99,7 @@ class SessionDonors:
         self._sessions: dict[SessionKey, _Session] = {}
         self._segments: dict[int, Segment] = {}
         """By number."""
+        self._by_request: dict[tuple[Namespace, str], tuple[Segment, ...]] = {}
         self._at_page: dict[int, Segment] = {}
         self._made = 0
         self._held: dict[Lease, Sequence[Segment]] = {}
@@ -157,6 +163,8 @@ class SessionDonors:
         session.segments[segment.number] = segment
         journal.keys(self._segments, segment.number)
         self._segments[segment.number] = segment
+        journal.keys(self._by_request, segment.request)
+        self._by_request[segment.request] = (*self._by_request.get(segment.request, ()), segment)
         journal.keys(self._at_page, *pages)
         self._at_page.update(dict.fromkeys(pages, segment))
         journal.on_undone(self._anchors.close, segment.pages)
@@ -258,6 +266,10 @@ class SessionDonors:
             del self._sessions[segment.session]
         journal.keys(self._segments, segment.number)
         del self._segments[segment.number]
+        journal.keys(self._by_request, segment.request)
+        others = tuple(each for each in self._by_request.pop(segment.request) if each != segment)
+        if others:
+            self._by_request[segment.request] = others
         journal.on_undone(self._anchor, segment)
         self._anchors.close(segment.pages)
         return self._pool.drop(segment.pages)
@@ -268,13 +280,8 @@ class SessionDonors:
 
     def healed(self, namespace: Namespace, rid: str, tokens: int) -> None:
         """The first `tokens` of request `rid` are exact by now: what they hold is not needed."""
-        self._drop_all(
-            [
-                each
-                for each in self._segments.values()
-                if each.rid == rid and each.session[0] == namespace and each.end <= tokens
-            ]
-        )
+        kept = self._by_request.get((namespace, rid), ())
+        self._drop_all([each for each in kept if each.end <= tokens])
 
     def expire(self) -> None:
         """Forget the sessions that have been idle for too long."""
@@ -313,6 +320,8 @@ class SessionDonors:
         problems = {
             "sessions": {id(each) for each in grouped}
             != {id(each) for each in self._segments.values()},
+            "requests": {id(each) for group in self._by_request.values() for each in group}
+            != {id(each) for each in grouped},
             "pages": sorted(pages) != sorted(self._at_page),
             "held segments": not self._in_use() <= set(grouped),
         }

@@ -6,6 +6,7 @@ have to be computed. Exact backends give `exact | fresh`; fuzzy ones weave spans
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
@@ -59,6 +60,8 @@ class Reuse:
     paraphrase: int = 0
     recomputed: int = 0
     """Inside spans, but computed again; not counted in `moved` or `paraphrase`."""
+    session: int = 0
+    """Of `moved`: from KV that is itself approximate, which only its own session is lent."""
 
     def __add__(self, other: Reuse) -> Reuse:
         return Reuse(
@@ -66,6 +69,7 @@ class Reuse:
             self.moved + other.moved,
             self.paraphrase + other.paraphrase,
             self.recomputed + other.recomputed,
+            self.session + other.session,
         )
 
 
@@ -157,17 +161,22 @@ class Plan:
 
     def served_by(self, tier: Tier) -> int:
         """Tokens that spans of one tier serve and that are not recomputed."""
-        spans = [span for span in self.spans if span.tier is tier]
+        served = self._served(span for span in self.spans if span.tier is tier)
+        return served - self.deferred.budget if self.deferred and tier is Tier.MOVED else served
+
+    def _served(self, spans: Iterable[Span]) -> int:
+        """Tokens of `spans` that the plan does not list to be recomputed."""
         edges = np.array([(span.start, span.end) for span in spans], np.int64).reshape(-1, 2)
         recomputed = np.diff(np.searchsorted(self.recompute, edges), axis=1)
-        served = int(np.diff(edges, axis=1).sum() - recomputed.sum())
-        return served - self.deferred.budget if self.deferred and tier is Tier.MOVED else served
+        return int(np.diff(edges, axis=1).sum() - recomputed.sum())
 
     @property
     def reuse(self) -> Reuse:
         """All of this, counted."""
         moved, paraphrase = self.served_by(Tier.MOVED), self.served_by(Tier.PARAPHRASE)
-        return Reuse(self.exact, moved, paraphrase, self.recomputed)
+        # What the forward pass will recompute is not known yet; it may be of any span.
+        session = min(moved, self._served(span for span in self.spans if span.generation))
+        return Reuse(self.exact, moved, paraphrase, self.recomputed, session)
 
     @property
     def recomputed(self) -> int:

@@ -160,4 +160,5 @@ def reuse_fields(reuse: Reuse) -> dict[str, int]:
         "moved_tokens": reuse.moved,
         "paraphrase_tokens": reuse.paraphrase,
         "refreshed_tokens": reuse.recomputed,
+        "session_tokens": reuse.session,
     }

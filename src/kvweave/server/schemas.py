@@ -34,6 +34,8 @@ class PromptDetails(BaseModel):
     moved_tokens: int
     paraphrase_tokens: int
     refreshed_tokens: int
+    session_tokens: int
+    """Of moved_tokens: from KV that this session computed behind moved text."""
 
 
 class UsageFacts(BaseModel):
