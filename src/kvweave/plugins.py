@@ -107,7 +107,7 @@ EMBEDDERS = Registry(
 )
 PARAPHRASE_GATE = "kvweave.paraphrase.gate:create_gate"
 """The factory of the gate that checks candidates of tier paraphrase."""
-RECOMPUTE_STRATEGIES = ("seams", "deviation", "question", "mix")
+RECOMPUTE_STRATEGIES = ("seams", "deviation", "mix")
 """Keys of `kvweave.fuzzy.recompute.STRATEGIES`."""
 
 NO_VERIFIER = "none"

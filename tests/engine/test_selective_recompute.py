@@ -41,8 +41,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def strategies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that exist for these tests: one with several stops, one that also asks."""
+    """For these tests: one with several stops, one that also asks, one that asks above all."""
     stops = (Stop(1 / 3, 2.0), Stop(2 / 3))
+    asks = Strategy(question=8.0, stops=(Stop(0),))
+    monkeypatch.setitem(recompute.STRATEGIES, "asks", asks)
     monkeypatch.setitem(recompute.STRATEGIES, "stops", Strategy(stops=stops))
     monkeypatch.setitem(recompute.STRATEGIES, "both", Strategy(question=0.5, stops=stops))
 
@@ -113,7 +115,7 @@ def close(logits: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "sdpa"])
-@pytest.mark.parametrize("strategy", ["mix", "deviation", "question", "stops", "both"])
+@pytest.mark.parametrize("strategy", ["mix", "deviation", "stops", "both"])
 def test_refreshing_everything_is_the_cold_answer(loaded, strategy, backend):
     lab = Lab(loaded, backend=backend)
     assert close(lab.recomputed(strategy, 40), lab.cold[0])
@@ -157,35 +159,19 @@ def test_the_question_chooses_what_it_attends_to(loaded):
 
     original = lab.runner._attend
     lab.runner._attend = attend
-    lab.recomputed("question", 3)  # once, to learn what it asks for
+    lab.recomputed("asks", 3)  # once, to learn what it asks for
     for layer, query in seen.items():
         heads = lab.kv.layouts[layer].num_kv_heads
         wanted = query.view(heads, -1, query.shape[-1]).mean(1)
         lab.kv.keys[layer].copy_(lab.spoiled[layer])
         lab.kv.keys[layer][lab.slots(0, liked)] = 50 * wanted
     lab.spoiled = [layer.clone() for layer in (*lab.kv.keys, *lab.kv.values)]
-    lab.recomputed("question", 3)
+    lab.recomputed("asks", 3)
     left = set(lab.written(LAYERS - 1).tolist()) - set(np.r_[0:10, 50:60].tolist())
     assert left == set(liked.tolist()) == lab.chosen
-    assert left == set(lab.written(0).tolist()) - set(np.r_[0:10, 50:60].tolist()), "at once"
 
 
-def test_a_chunk_without_the_question_prefers_seams(loaded):
-    lab = Lab(loaded)
-    candidates = np.zeros(45, np.bool_)
-    candidates[np.r_[10:20, 25:45]] = True
-    batch = lab.batch(
-        {0: np.arange(45)},
-        RecomputeRequest(
-            candidates, np.array([8], np.int32), ("question",), np.zeros_like(candidates)
-        ),
-    )
-    lab.runner.forward(replace(batch, logits_at=np.zeros(0, np.int64)))
-    left = set(lab.written(LAYERS - 1).tolist()) - set(np.r_[0:10, 20:25].tolist())
-    assert left == {10, 11, 12, 13, 25, 26, 27, 28}
-
-
-@pytest.mark.parametrize("strategy", ["mix", "both", "question"])
+@pytest.mark.parametrize("strategy", ["mix", "both"])
 def test_others_in_the_batch_do_not_notice(loaded, strategy):
     lab = Lab(loaded, rows=3)
     everything = np.arange(LENGTH)
@@ -203,7 +189,7 @@ def test_others_in_the_batch_do_not_notice(loaded, strategy):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "sdpa"])
-@pytest.mark.parametrize("strategy", ["mix", "deviation", "question", "both"])
+@pytest.mark.parametrize("strategy", ["mix", "deviation", "both"])
 def test_a_chunk_of_which_nothing_is_to_be_computed_again(loaded, strategy, backend):
     """As a small share makes of a chunk that lies within a span."""
     lab = Lab(loaded, rows=2, backend=backend)
@@ -254,7 +240,7 @@ def test_a_model_that_needs_all_tokens_in_all_layers_is_told_apart(tiny):
     assert not tiny("gpt2").prunes_tokens
 
 
-@pytest.mark.parametrize("strategy", ["mix", "deviation", "question"])
+@pytest.mark.parametrize("strategy", ["mix", "deviation"])
 @pytest.mark.parametrize("chunk", [40, 64, 2048])
 def test_what_is_recomputed_does_not_depend_on_other_requests(tiny, strategy, chunk):
     """The same plan, alone and beside others that decode, prefill and ask the same."""

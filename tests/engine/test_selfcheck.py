@@ -102,6 +102,19 @@ def test_nothing_of_it_is_published_and_the_addresses_stay_free(model: LoadedMod
     opened.assert_not_called()
 
 
+def test_it_judges_the_seams_that_the_flags_recompute(model: LoadedModel) -> None:
+    text = np.arange(10, 60, dtype=np.int32)
+    cases = [SelfCheckCase(KINDS[0], text, np.concatenate([text[:2], text[:1], text[4:]]))]
+    flags = {"min_span": 8, "stride": 4, "min_suffix": 4}
+    found = {
+        seams: measure(cases, config_of(refresh_tokens=seams, **flags), model)[0]
+        for seams in (0, FuzzyConfig().refresh_tokens)
+    }
+    assert len({each.moved for each in found.values()}) == 1
+    assert min(each.moved for each in found.values()) > 8
+    assert len({each.kl for each in found.values()}) == 2
+
+
 def test_near_duplicates_differ_in_the_fact_and_everything_moves(model: LoadedModel) -> None:
     for case in build_cases(model.tokenizer):
         donor, recipient = (
@@ -217,7 +230,7 @@ def test_the_second_start_measures_nothing(
     assert check_model(config_of(), model) == first
     # Thresholds judge; they do not change the figures. Nor does the size of the pool.
     assert not check_model(config_of(self_check_max_kl=0.001), model).passed
-    assert check_model(config_of(time_budget_ms=10.0), model) == first
+    assert check_model(config_of(time_budget_ms=10.0, session_donors=False), model) == first
     small = replace(config_of(), cache=replace(config_of().cache, max_total_tokens=4096))
     assert check_model(small, model) == first
     measuring += [[replace(GOOD, kl=2.0)] * 6]

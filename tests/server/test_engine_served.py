@@ -256,6 +256,7 @@ def test_text_that_moved_is_reported_span_by_span():
                 "moved_tokens": 0,
                 "paraphrase_tokens": 0,
                 "refreshed_tokens": 0,
+                "session_tokens": 0,
             },
             [],
         )
@@ -269,4 +270,10 @@ def test_text_that_moved_is_reported_span_by_span():
             details, plan = ask([30, 31], **exact)
             assert details["moved_tokens"] == 0
             assert plan == []
+        document += [(11 * n * n + n) % EOS for n in range(80)]  # new, and computed behind moved KV
+        for opening, lent in (([40, 41], False), ([50, 51, 52, 53], True)):
+            details, plan = ask(opening, prompt_cache_key="s")
+            approximate = sum(span["length"] for span in plan if span["generation"] == 1)
+            assert (details["session_tokens"] > 40) == (approximate > 40) == lent
+            assert details["session_tokens"] <= min(approximate, details["moved_tokens"])
     world.assert_idle()

@@ -35,19 +35,19 @@ class Stop:
 class Strategy:
     """What makes a token worth computing again.
 
-    question: the power of the attention that the prompt's last fresh tokens pay to it when all
-    that is moved is taken as it is; 0: it does not count, and is never worked out. stops: where
-    the keys and values computed so far are compared with the moved ones, the tokens that deviate
-    least falling out. Both multiply. Neither: closeness to the seam before it is what counts.
+    stops: where the keys and values computed so far are compared with the moved ones, the tokens
+    that deviate least falling out; without stops, closeness to the seam before it counts. question:
+    the power of the attention that the prompt's last fresh tokens pay to it when all that is moved
+    is taken as it is, by which the deviation is multiplied; 0: it is never worked out.
     """
 
-    question: float = 0.0
     stops: tuple[Stop, ...] = ()
+    question: float = 0.0
 
     @property
     def deferred(self) -> bool:
         """Chooses in the forward pass."""
-        return bool(self.question or self.stops)
+        return bool(self.stops)
 
     def stops_by_layer(self, layers: int) -> dict[int, float]:
         """What share of the budget goes on after a layer, of a model of `layers` layers."""
@@ -67,7 +67,6 @@ STRATEGIES = {
         stops=(Stop(1 / 15, 2.5), Stop(1 / 6, 1.3), Stop(0.3), Stop(0.5, 0.7), Stop(5 / 6, 0.3)),
     ),
     "deviation": Strategy(stops=(Stop(0),)),
-    "question": Strategy(question=1.0),
     SEAMS: Strategy(),
 }
 

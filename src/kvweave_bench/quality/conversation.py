@@ -36,6 +36,8 @@ class _Turns:
     kl: dict[int, list[float]] = field(default_factory=dict)
     ppl: dict[int, list[float]] = field(default_factory=dict)
     reused: list[float] = field(default_factory=list)
+    of_earlier: list[float] = field(default_factory=list)
+    """Reused tokens by those that earlier turns said: the head and this turn's text are new."""
     against_radix: list[float] = field(default_factory=list)
     """First token of radix with a head that never changes, by this variant's."""
     against_cold: list[float] = field(default_factory=list)
@@ -68,6 +70,7 @@ class _Chain:
         if number == 1:
             said = np.concatenate([self._document, said])
         self._history.append(("user", said))
+        earlier = sum(len(text) for _, text in self._history) - len(said)
         prompt = self._chat.prompt(("system", self._head()), *self._history)
         steady = self._chat.prompt(("system", self._stable), *self._history)
         reference = self.cold.serve(prompt, _ANSWER)
@@ -88,6 +91,7 @@ class _Chain:
             if number > 1:
                 reused = usage.cached_tokens + usage.moved_tokens + usage.refreshed_tokens
                 figures.reused.append(reused / usage.prompt_tokens)
+                figures.of_earlier.append(reused / earlier)
                 ours = served.answer.first_token_seconds
                 figures.against_radix.append(radix.answer.first_token_seconds / ours)
                 figures.against_cold.append(cold / ours)
@@ -117,6 +121,7 @@ def _rows(name: str, figures: _Turns) -> list[Row]:
     arm = f"{NAME}/{name}"
     found = [
         (arm, Figure("reused_share", bootstrap(figures.reused), "share of the prompt")),
+        (arm, Figure("reused_of_earlier", bootstrap(figures.of_earlier), "x earlier turns' text")),
         (
             arm,
             Figure("reused_share_least", bootstrap([min(figures.reused)]), "share of the prompt"),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvweave.engine.attention.base import AttentionBatch, LayerCall
-from kvweave.engine.execution.batch import ForwardBatch, LongArray, RecomputeRequest
+from kvweave.engine.execution.batch import ForwardBatch, RecomputeRequest
 from kvweave.fuzzy.donors import slots_of
 from kvweave.fuzzy.recompute import STRATEGIES
 from kvweave.kv.tensors import KVTensors
@@ -183,7 +183,7 @@ class RecomputeSelector:
         ]
         self._fixed = ~recompute.candidates
         for row in () if question is None else question.rows:
-            # Tokens before all moved ones are exact already: they were computed for `question`.
+            # Tokens before all moved ones are exact already: they were computed with the question.
             begin, end = batch.query_start[row : row + 2]
             self._fixed[begin : begin + np.argmax(recompute.candidates[begin:end])] = False
         self._chosen = recompute.chosen
@@ -258,14 +258,8 @@ class _Row:
         if question is not None and row in question.rows:
             mass = question.mass(row)[torch.from_numpy(batch.positions[at])]
             weight = (mass / mass.mean().clamp_min(_TINY)) ** strategy.question
-        elif not strategy.stops:
-            # The question is in a later chunk: closeness to the seam is the next best score.
-            weight = 1.0 / (1.0 + torch.from_numpy(_offsets(batch.positions[at])))
         stops = strategy.stops_by_layer(layers)
-        made = cls(torch.from_numpy(at), weight, budget, len(at), stops)
-        if not stops:
-            made.keep(torch.ones(len(at)), made.budget)
-        return made
+        return cls(torch.from_numpy(at), weight, budget, len(at), stops)
 
     def count(self, keep: float) -> int:
         """How many go on at a stop: all if the budget is all, and never none.
@@ -300,10 +294,3 @@ def _deviation(fresh: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
     """Squared distance of each token's (heads, dim), relative to the mean over tokens."""
     apart = (fresh.float() - moved.float()).square_().sum((1, 2))
     return apart / apart.mean().clamp_min(_TINY)
-
-
-def _offsets(positions: LongArray) -> LongArray:
-    """How far each of ascending positions is behind the start of its run of consecutive ones."""
-    index = np.arange(len(positions))
-    begins = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
-    return index - begins[np.searchsorted(begins, index, side="right") - 1]

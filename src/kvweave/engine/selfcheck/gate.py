@@ -35,6 +35,7 @@ _WITHOUT_EFFECT = (
     "fuzzy_self_check",  # thresholds judge the figures, and do not change them
     "fuzzy_time_budget",
     "fuzzy_heal",
+    "fuzzy_session",  # the check's requests belong to none
     "max_total_tokens",  # the check's engine has a pool of its own
     "mem_fraction",
     "kv_events",
