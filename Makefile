@@ -55,7 +55,7 @@ texts: install
 	@$(BIN)/python -m kvweave_bench.texts
 
 serve: model
-	$(BIN)/kvweave serve --port 8000 --prefix-cache-backend fuzzy_match $(SERVE_FLAGS)
+	$(BIN)/kvweave serve --port 8000 --prefix-cache-backend fuzzy_match --fuzzy-heal $(SERVE_FLAGS)
 
 check: install
 	$(BIN)/ruff check src tests
