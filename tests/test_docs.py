@@ -132,7 +132,7 @@ def server(packaged):
     """What `make serve` runs, but for the self-check and the port."""
     config = EngineConfig(
         cache=CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=16_384),
-        fuzzy=FuzzyConfig(self_check="off"),
+        fuzzy=FuzzyConfig(self_check="off", heal=True),
     )
     engine = AsyncEngine(Engine(config, packaged))
     with RunningServer(engine, ServerConfig(port=0), card_of(packaged)) as server:
