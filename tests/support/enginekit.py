@@ -238,6 +238,7 @@ def make_world(
     context_length: int = 4096,
     eviction: str = "lru",
     wait: bool = True,
+    retention_share: float = 0.0,
     events: EventSink | None = None,
     fuzzy: FuzzyConfig | None = None,
     speculative: SpeculativeConfig | None = None,
@@ -258,6 +259,7 @@ def make_world(
     pool.runner = runner = OracleRunner(pool)
     options = CacheOptions(
         eviction=eviction,
+        retention_share=retention_share,
         events=events is not None,
         wait_for_pending=wait,
         fuzzy=config.fuzzy,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvweave.config.base import flag, positive
+from kvweave.config.base import flag, positive, share
 from kvweave.config.events import EventsConfig
 from kvweave.errors import ConfigError
 
@@ -22,6 +22,11 @@ class CacheConfig:
     radix_eviction_policy: str = flag(
         "lru", "Which cached pages are evicted first.", choices=("lru", "lfu", "slru", "priority")
     )
+    cache_retention_share: float = flag(
+        0.25,
+        "Most of the pool that KV of sessions, and of requests with prompt_cache_retention, keeps "
+        "from eviction by others; 0: none.",
+    )
     cold_group_wait: bool = flag(
         True,
         "Wait for a running request that computes the same prefix, where the backend allows.",
@@ -38,6 +43,7 @@ class CacheConfig:
 
     def problems(self) -> list[str]:
         found = positive(self, "page_size", "max_total_tokens", "kv_store_gb")
+        found += share(self, "cache_retention_share")
         if not 0 < self.mem_fraction_static <= 1:
             found.append(
                 f"--mem-fraction-static is a share above 0, up to 1, not {self.mem_fraction_static}"

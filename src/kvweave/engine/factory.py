@@ -49,6 +49,7 @@ def build_components(
     wanted = EventsConfig.wanted(cache_config.kv_events_config)
     options = CacheOptions(
         eviction=cache_config.radix_eviction_policy,
+        retention_share=cache_config.cache_retention_share,
         events=wanted is not None,
         wait_for_pending=cache_config.cold_group_wait,
         fuzzy=_fuzzy(config, loaded),

@@ -131,6 +131,8 @@ class GenerateRequest:
     meaning; it is not embedded."""
     session: str | None = None
     """Requests of one session may lend each other KV that is not exact."""
+    retain_seconds: float = 0.0
+    """For how long the cache prefers to evict KV of others, within its bound."""
 
 
 @dataclass(frozen=True, slots=True)

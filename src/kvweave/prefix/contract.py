@@ -21,13 +21,15 @@ from kvweave.prefix.lease import Lease, Namespace, RequestView
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """Options of backends. `eviction` is lru, lfu, slru or priority.
+    """Options of backends. `eviction` is lru, lfu, slru or priority. At most `retention_share` of
+    the pool is kept for requests with `retain_seconds`.
 
     `fuzzy` is for the backends that reuse more than exact prefixes; `decode` (token ids to text,
     special tokens spelled out; from any thread) for those that look at what a prompt says.
     """
 
     eviction: str = "lru"
+    retention_share: float = 0.0
     events: bool = False
     wait_for_pending: bool = True
     fuzzy: FuzzyConfig | None = None

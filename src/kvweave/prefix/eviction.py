@@ -1,14 +1,18 @@
-"""Eviction order of cached pages: policies, and a queue of candidates.
+"""Eviction order of cached pages: policies, retention, and a queue of candidates.
 
 Every policy orders by a rank, and by recency within a rank. Both only grow, so the queue can
-refresh its entries lazily.
+refresh its entries lazily; where retention ends, the entry is queued anew.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeAlias, TypeVar
+
+from kvweave.kv.journal import Journal
 
 Item = TypeVar("Item")
 Key: TypeAlias = tuple[int, int]
@@ -93,3 +97,79 @@ class EvictionQueue(Generic[Item]):
 
     def __contains__(self, item: Item) -> bool:
         return item in self._queued
+
+
+_RETAINED = 2**40
+"""Added to the rank of what is retained: more than any policy's."""
+
+
+class Retention(Generic[Item]):
+    """Items that are evicted after all others, until a time and up to a number of pages.
+
+    Beyond that number, those that were retained longest ago lose their privilege. No item is
+    protected for good: where only retained ones are left, they are evicted in the usual order.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        most_pages: int,
+        pages_of: Callable[[Item], int],
+        requeue: Callable[[Item], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`requeue` is told of an item whose key has become smaller."""
+        self.most_pages = most_pages
+        self._journal = journal
+        self._pages_of = pages_of
+        self._requeue = requeue
+        self._clock = clock
+        self._until: dict[Item, float] = {}
+        """In the order in which items lose their privilege; replaced, never changed."""
+        self._soonest = math.inf
+
+    def rank(self, item: Item) -> int:
+        """What retention adds to the rank of `item`."""
+        return _RETAINED if item in self._until else 0
+
+    def hold(self, path: Iterable[Item], seconds: float) -> None:
+        """Retain a path's items, the last of the path first, from now on."""
+        now = self._clock()
+        held = {item: max(now + seconds, self._until.get(item, 0.0)) for item in path}
+        until = {item: end for item, end in self._until.items() if item not in held} | held
+        pages = {item: self._pages_of(item) for item in until}
+        surplus = sum(pages.values()) - self.most_pages
+        for item in list(until):
+            if surplus > 0 or until[item] <= now:
+                surplus -= pages[item]
+                del until[item]
+        self._replace(until)
+
+    def split(self, item: Item, upper: Item) -> None:
+        """`upper` was cut off `item` and comes before it on its path."""
+        if item in self._until:
+            self._replace({**self._until, upper: self._until[item]})
+
+    def drop(self, items: Iterable[Item]) -> None:
+        """These are not cached any more."""
+        gone = [item for item in items if item in self._until]
+        if gone:
+            self._replace({item: end for item, end in self._until.items() if item not in gone})
+
+    def expire(self) -> None:
+        """End what lasted until now; cheap where nothing did."""
+        now = self._clock()
+        if now >= self._soonest:
+            self._replace({item: end for item, end in self._until.items() if end > now})
+
+    def clear(self) -> None:
+        """Nothing is cached any more."""
+        self._journal.fields(self, "_until", "_soonest")
+        self._until, self._soonest = {}, math.inf
+
+    def _replace(self, until: dict[Item, float]) -> None:
+        self._journal.fields(self, "_until", "_soonest")
+        demoted = [item for item in self._until if item not in until]
+        self._until, self._soonest = until, min(until.values(), default=math.inf)
+        for item in demoted:
+            self._requeue(item)

@@ -38,7 +38,12 @@ class HashCache(CacheBackend):
     def __init__(self, pool: PagePool, options: CacheOptions, hasher: Hasher = xxh3) -> None:
         super().__init__(pool, options)
         self.index = HashIndex(
-            pool.num_pages, pool.page_size, options.eviction, hasher, pool.journal
+            pool.num_pages,
+            pool.page_size,
+            options.eviction,
+            hasher,
+            pool.journal,
+            int(options.retention_share * pool.num_pages),
         )
         self._log = EventLog(pool.page_size, pool.journal) if options.events else None
         self._live = 0
@@ -85,6 +90,8 @@ class HashCache(CacheBackend):
         self._live -= 1
         published = self._published(lease)
         self.index.touch(published, lease.priority)
+        if lease.retain_seconds:
+            self.index.keep_longer(published, lease.retain_seconds)
         self.index.unlock(published)
         self.pool.drop(lease.pages)
         lease.clear()

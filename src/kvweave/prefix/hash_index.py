@@ -16,7 +16,7 @@ import xxhash
 from kvweave.errors import IntegrityError
 from kvweave.kv.journal import Journal
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
+from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key, Retention
 from kvweave.prefix.lease import Namespace
 
 Hasher: TypeAlias = Callable[[bytes, int], int]
@@ -63,6 +63,7 @@ class HashIndex:
         eviction: str = "lru",
         hasher: Hasher = xxh3,
         journal: Journal | None = None,
+        retained_pages: int = 0,
     ) -> None:
         self.page_size = page_size
         self._journal = Journal() if journal is None else journal
@@ -85,6 +86,9 @@ class HashIndex:
         self._clock = 0
         self._rank = RANKS[eviction]
         self._queue: EvictionQueue[int] = EvictionQueue(self._key, self._is_leaf)
+        self._retention: Retention[int] = Retention(
+            self._journal, retained_pages, lambda page: 1, self._requeue
+        )
 
     def find(self, namespace: Namespace, tokens: IntArray, parent: int = NO_PARENT) -> IntArray:
         """The longest cached path of whole pages of `tokens` behind page `parent`; pure."""
@@ -158,6 +162,10 @@ class HashIndex:
         self._priority[pages] = np.maximum(self._priority[pages], priority)
         self._hits[pages] += hits
 
+    def keep_longer(self, pages: IntArray, seconds: float) -> None:
+        """Evict a path after what is not retained, as far from its beginning as may be."""
+        self._retention.hold(pages[: self._retention.most_pages][::-1].tolist(), seconds)
+
     def hashes(self, pages: IntArray) -> list[int]:
         """Of pages that are cached, or were until the last call of `evict`."""
         names: list[int] = self._hashes[pages].tolist()
@@ -173,6 +181,7 @@ class HashIndex:
         Returns which.
         """
         gone: list[int] = []
+        self._retention.expire()
         self._journal.fields(self, "cached_pages", "evictable_pages")
         while len(gone) < pages and (leaf := self._queue.lowest(before)) is not None:
             self._journal.on_undo(self._queue.push, leaf)
@@ -190,6 +199,7 @@ class HashIndex:
             self._journal.items(array, slice(None))
         self._pages, self._heads = {}, {}
         self._queue = EvictionQueue(self._key, self._is_leaf)
+        self._retention.clear()
         self._parents[:] = _ABSENT
         self._children[:] = 0
         self.cached_pages = self.evictable_pages = 0
@@ -302,6 +312,7 @@ class HashIndex:
         self._children[run] = 0
         for page in run:
             self._queue.discard(page)  # it may come back as another, with a lower key
+        self._retention.drop(run)
         if parent == NO_PARENT:
             self._journal.keys(self._heads, run[-1])
             del self._heads[run[-1]]
@@ -319,4 +330,10 @@ class HashIndex:
 
     def _key(self, page: int) -> Key:
         rank = self._rank(self._hits.item(page), self._priority.item(page))
-        return rank, self._last_used.item(page)
+        return rank + self._retention.rank(page), self._last_used.item(page)
+
+    def _requeue(self, page: int) -> None:
+        """The page's key has become smaller."""
+        self._queue.discard(page)
+        if self._is_leaf(page):
+            self._queue.push(page)

@@ -51,7 +51,8 @@ class RequestView:
     `protected_from` on, where the last question begins, nothing may be served in other words; None:
     nobody knows where that is, and the cache is careful. `semantic` False forbids to compare its
     meaning with anybody's, now or later. Requests of one `session` may lend each other what they
-    computed behind moved text.
+    computed behind moved text. What the request used and published outlives other pages by
+    `retain_seconds`.
     """
 
     rid: str
@@ -64,6 +65,7 @@ class RequestView:
     recompute: float | None = None
     semantic: bool = True
     session: str | None = None
+    retain_seconds: float = 0.0
 
 
 class Lease:
@@ -81,6 +83,7 @@ class Lease:
         "plan",
         "priority",
         "published",
+        "retain_seconds",
         "rid",
         "semantic",
         "session",
@@ -92,6 +95,7 @@ class Lease:
         self.priority = view.priority
         self.semantic = view.semantic
         self.session = view.session
+        self.retain_seconds = view.retain_seconds
         self.plan = plan
         self.published = plan.exact
         """Tokens already handed to the cache (or taken from it); a multiple of the page size."""

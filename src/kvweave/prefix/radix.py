@@ -104,7 +104,12 @@ class RadixCache(CacheBackend):
 
     def __init__(self, pool: PagePool, options: CacheOptions) -> None:
         super().__init__(pool, options)
-        self.tree = RadixTree(pool.page_size, options.eviction, pool.journal)
+        self.tree = RadixTree(
+            pool.page_size,
+            options.eviction,
+            pool.journal,
+            int(options.retention_share * pool.num_pages),
+        )
         self._pending = PendingPrefixes(pool.page_size, pool.journal)
         self._events: TreeEvents | None = None
         if options.events:
@@ -150,6 +155,8 @@ class RadixCache(CacheBackend):
         lease.keep(self._journal)
         self._pending.discard(lease)
         self.tree.touch(lease.node, lease.priority)
+        if lease.retain_seconds:
+            self.tree.keep_longer(lease.node, lease.retain_seconds)
         for node in (*lease.pinned, lease.node):
             self.tree.unlock(node)
         self.pool.drop(lease.pages)

@@ -15,7 +15,7 @@ import numpy as np
 from kvweave.errors import IntegrityError
 from kvweave.kv.journal import Journal
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key
+from kvweave.prefix.eviction import LOWEST, RANKS, EvictionQueue, Key, Retention
 from kvweave.prefix.lease import Namespace
 
 _CHILDREN_TRIED = 64
@@ -140,7 +140,11 @@ class RadixTree:
     """
 
     def __init__(
-        self, page_size: int, eviction: str = "lru", journal: Journal | None = None
+        self,
+        page_size: int,
+        eviction: str = "lru",
+        journal: Journal | None = None,
+        retained_pages: int = 0,
     ) -> None:
         self.page_size = page_size
         self.journal = Journal() if journal is None else journal
@@ -151,6 +155,9 @@ class RadixTree:
         self._roots: dict[Namespace, Node] = {}
         self._rank = RANKS[eviction]
         self._queue: EvictionQueue[Node] = EvictionQueue(self._key, _is_evictable)
+        self._retention: Retention[Node] = Retention(
+            self.journal, retained_pages, lambda node: len(node.pages), self._requeue
+        )
         self._clock = 0
         self._created = 0
 
@@ -265,6 +272,7 @@ class RadixTree:
         lower.parent, lower.start = upper, upper.end
         lower.tokens, lower.pages = lower.tokens[tokens:].copy(), lower.pages[pages:].copy()
         upper.children[self._edge(lower)] = lower
+        self._retention.split(lower, upper)
         for observer in self.observers:
             observer.on_split(upper, lower)
         return upper
@@ -297,6 +305,22 @@ class RadixTree:
             at.last_used = self._clock
             at.priority = max(at.priority, priority)
             at.hits += hits
+
+    def keep_longer(self, node: Node, seconds: float) -> None:
+        """Evict the path to `node`, which is locked, after what is not retained, for this long.
+
+        A path longer than may be retained is retained from its beginning on.
+        """
+        room, held = self._retention.most_pages, []
+        for at in list(upwards(node))[::-1]:
+            if len(at.pages) > room:
+                if room:
+                    held.append(self.cut(Place(at, room)))
+                break
+            if len(at.pages):
+                held.append(at)
+            room -= len(at.pages)
+        self._retention.hold(reversed(held), seconds)
 
     def eviction_key(self, priority: int) -> Key:
         """The key of an entry that a request of `priority` would add now: never hit."""
@@ -343,12 +367,14 @@ class RadixTree:
         edge = self._edge(node)
         self.journal.keys(parent.children, edge)
         del parent.children[edge]
+        self._retention.drop([node])
         node.pages = node.pages[:0]  # no candidate for eviction any more
         self._tidy(parent)
 
     def evict(self, pages: int, before: Key | None = None) -> list[IntArray]:
         """Forget `pages` pages, or all that are unlocked and go before `before`; returns which."""
         gone: list[IntArray] = []
+        self._retention.expire()
         while pages > 0 and (leaf := self._queue.lowest(before)) is not None:
             self.journal.on_undo(self._queue.push, leaf)
             keep = max(0, len(leaf.pages) - pages)
@@ -364,6 +390,7 @@ class RadixTree:
         self.journal.fields(self, "_roots", "_queue", "cached_pages", "evictable_pages")
         self._roots = {}
         self._queue = EvictionQueue(self._key, _is_evictable)
+        self._retention.clear()
         self.cached_pages = self.evictable_pages = 0
         for observer in self.observers:
             observer.on_reset()
@@ -411,7 +438,14 @@ class RadixTree:
         return node.tokens[: self.page_size].tobytes()
 
     def _key(self, node: Node) -> Key:
-        return self._rank(node.hits, node.priority), node.last_used
+        rank = self._rank(node.hits, node.priority) + self._retention.rank(node)
+        return rank, node.last_used
+
+    def _requeue(self, node: Node) -> None:
+        """The node's key has become smaller."""
+        self._queue.discard(node)
+        if _is_evictable(node):
+            self._queue.push(node)
 
     def _next_order(self) -> int:
         self.journal.fields(self, "_created")

@@ -85,7 +85,7 @@ IGNORED: Mapping[str, str] = {
     "user safety_identifier metadata store service_tier custom_labels request_id": (
         "bookkeeping (rid names a request here)"
     ),
-    "prompt_cache_options prompt_cache_retention cache_prompt id_slot keep_alive "
+    "prompt_cache_options cache_prompt id_slot keep_alive "
     "prediction ngram_corpus_id": "they may only change how fast the answer comes",
     "stream_interval stream_reasoning timings_per_token": "they only cut a stream differently",
     "parallel_tool_calls separate_reasoning": "calls and reasoning stay in the answer's text",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -119,6 +119,23 @@ class _Body(BaseModel):
         return {name: value for name, value in body.items() if value is not None}
 
 
+RETAINED_SECONDS = 600.0
+"""For a session, and for OpenAI's in-memory retention."""
+
+
+class CacheControl(BaseModel):
+    """Anthropic's wish that the cache keeps the KV of this prompt."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Literal["5m", "1h"] = "5m"
+
+    @property
+    def seconds(self) -> float:
+        return 300.0 if self.ttl == "5m" else 3600.0
+
+
 class StreamOptions(_Body):
     """Whether a stream ends with a chunk of usage, or carries it in every chunk."""
 
@@ -186,12 +203,23 @@ class GenerationBody(_Body):
     fuzzy_semantic: bool = True
     prompt_cache_key: CacheSalt | None = None
     session_id: CacheSalt | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    cache_control: CacheControl | None = None
     return_plan: bool = False
 
     @property
     def session(self) -> str | None:
         """What requests share that may lend each other KV that is not exact."""
         return self.prompt_cache_key if self.session_id is None else self.session_id
+
+    @property
+    def retain_seconds(self) -> float:
+        """For how long the cache should rather evict what others have left in it."""
+        wanted = 0.0 if self.session is None else RETAINED_SECONDS
+        if self.prompt_cache_retention is not None:
+            long = self.prompt_cache_retention == "24h"
+            wanted = max(wanted, 24 * 3600.0 if long else RETAINED_SECONDS)
+        return wanted if self.cache_control is None else max(wanted, self.cache_control.seconds)
 
     @model_validator(mode="after")
     def _one_session(self) -> GenerationBody:

@@ -109,6 +109,7 @@ class Service:
                 fuzzy_refresh=body.fuzzy_refresh,
                 fuzzy_semantic=body.fuzzy_semantic,
                 session=body.session,
+                retain_seconds=body.retain_seconds,
             )
             for place, ids in enumerate(prompts)
         ]

@@ -38,6 +38,7 @@ def main() -> int:
         seed=given.seed,
         most_growth=given.most_growth,
         every=min(10.0, max(0.5, 60 * given.minutes / 60)),
+        store=given.store,
     )
     model.save(setting.model, given.seed)
     for each in (signal.SIGINT, signal.SIGTERM):  # shells let what runs behind them ignore one
@@ -74,6 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", default="out/soak", help="for logs, audits and the model")
+    parser.add_argument("--store", action="store_true", help="with --kv-store, inside --folder")
     parser.add_argument("--most-growth", type=float, default=MOST_GROWTH, help="of memory, a share")
     return parser.parse_args()
 

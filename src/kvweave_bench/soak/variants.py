@@ -44,8 +44,11 @@ _FLAGS = (
 _LEAVES_WITHIN = 60.0
 _MODEST = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
 """oneDNN keeps what it compiled for the last 1,024 shapes, which fill slowly, like a leak."""
-MOST_FILES, MOST_THREADS = 24, 32
-"""Of an idle server: no connection is left, and its pools of threads are bounded."""
+MOST_FILES, MOST_THREADS, STORE_FILES = 24, 32, 16
+"""Of an idle server: no connection is left, and its pools of threads are bounded; the last is what
+a store adds."""
+STORE_GB = 0.01
+"""A few times the pool, so that the store evicts, too."""
 
 
 @dataclass(slots=True)
@@ -73,6 +76,13 @@ class Setting:
     seed: int
     most_growth: float
     every: float
+    store: bool = False
+    """Whether the server keeps KV on disk."""
+
+    def flags(self, variant: str) -> tuple[str, ...]:
+        """Those of the server."""
+        kept = ("--kv-store", str(self.folder / "store"), "--kv-store-gb", str(STORE_GB))
+        return (*_FLAGS, *VARIANTS[variant], *(kept if self.store else ()))
 
 
 def run(variant: str, setting: Setting, judges: Executor, outcome: SoakResult) -> None:
@@ -104,7 +114,7 @@ def serving(
     command = [sys.executable, "-m", launcher.__name__, "--model", str(setting.model)]
     with log.open("w") as lines:
         server = subprocess.Popen(
-            [*command, *_FLAGS, *VARIANTS[variant]],
+            [*command, *setting.flags(variant)],
             stdout=subprocess.PIPE,
             stderr=lines,
             text=True,
@@ -173,8 +183,13 @@ async def _drained(outcome: SoakResult, setting: Setting, pid: int, client: Clie
         outcome.problems.append(f"answered for ever: {[each['rid'] for each in live]}")
     await asyncio.sleep(1.0)
     end = look(pid, outcome.seconds, last["engine"])
-    if end.files > MOST_FILES or end.threads > MOST_THREADS:
+    if end.files > MOST_FILES + STORE_FILES * setting.store or end.threads > MOST_THREADS:
         outcome.problems.append(f"{end.files} files and {end.threads} threads are left")
+    if setting.store:
+        size = sum(at.stat().st_size for at in (setting.folder / "store").glob("*/pages"))
+        outcome.counts["bytes stored"] = size
+        if size > STORE_GB * 1e9:
+            outcome.problems.append(f"the store has {size} bytes, more than its bound")
     line = outcome.trend
     if line is not None and line.low > 0 and line.growth > setting.most_growth:
         outcome.problems.append(

@@ -165,6 +165,7 @@ class Sequence:
                 recompute=request.fuzzy_refresh,
                 semantic=request.fuzzy_semantic,
                 session=request.session,
+                retain_seconds=request.retain_seconds,
             )
         return self._view
 
