@@ -51,6 +51,7 @@ class Driver:
         max_tokens: int = 1,
         fuzzy: bool = True,
         salt: str | None = None,
+        session: str | None = None,
     ) -> list[Answer]:
         """Submit all prompts at once and run until the last greedy answer ended; answers in order.
 
@@ -65,7 +66,12 @@ class Driver:
             ids = tuple(prompt.tolist())
             requests.append(
                 GenerateRequest(
-                    rid=rid, prompt_ids=ids, sampling=sampling, fuzzy=fuzzy, cache_salt=salt
+                    rid=rid,
+                    prompt_ids=ids,
+                    sampling=sampling,
+                    fuzzy=fuzzy,
+                    cache_salt=salt,
+                    session=session,
                 )
             )
         with quiet_collector():

@@ -20,6 +20,7 @@ BENCHES = (
     "paraphrase-gate",
     "semantic",
     "quality",
+    "agents",
 )
 """Names of all benches, in the order in which all of them are run."""
 

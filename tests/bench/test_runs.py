@@ -115,6 +115,16 @@ def test_unrelated_prompts_are_never_compared_by_meaning(run: Run) -> None:
     assert values(report, "first_token_p95_ratio")["on"] > 0
 
 
+def test_an_agent_s_session_is_moved_behind_its_changing_head(run: Run) -> None:
+    report = run("agents")
+    share = by_variant(report, "reused_share")
+    assert (share["fuzzy_match"].n, share["radix"].n) == (3, 3)
+    assert share["radix"].value < 0.1 < 0.7 < share["fuzzy_match"].value
+    assert values(report, "least_reused_share")["fuzzy_match"] > 0.7
+    speedup = by_variant(report, "first_token_speedup")["fuzzy_match"]
+    assert (speedup.baseline, speedup.value) == ("radix", speedup.ratio)
+
+
 def test_healing_makes_exact_what_comes_again(run: Run) -> None:
     report = run("heal")
     assert values(report, "again_exact") == {"off": 0.0, "on": 1.0}

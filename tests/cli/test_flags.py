@@ -43,6 +43,14 @@ def test_values_arrive_in_their_types(command, seen):
     assert seen["server"].log_requests is True
 
 
+def test_a_repeatable_flag_keeps_its_order(command, seen, monkeypatch):
+    run(command, "--volatile-head", "b c", "--volatile-head=a")
+    assert seen["server"].volatile_head == ("b c", "a")
+    monkeypatch.setenv("KVWEAVE_VOLATILE_HEAD", r"x:\s y")
+    run(command)
+    assert seen["server"].volatile_head == (r"x:\s", "y")
+
+
 def test_flags_win_over_the_environment(command, seen, monkeypatch):
     monkeypatch.setenv("KVWEAVE_API_KEY", "secret")
     monkeypatch.setenv("KVWEAVE_PAGE_SIZE", "32")

@@ -38,6 +38,15 @@ def test_flags_and_environment_win_over_the_file(command, seen, filed, monkeypat
     assert seen["server"] == ServerConfig(port=2)
 
 
+def test_a_repeatable_flag_is_one_text_or_a_list(command, seen, filed):
+    run(command, "--config", filed("volatile-head: [b c, a]"))
+    assert seen["server"].volatile_head == ("b c", "a")
+    run(command, "--config", filed("volatile-head: b c"))
+    assert seen["server"].volatile_head == ("b c",)
+    with pytest.raises(ConfigError, match="line 1: volatile-head takes texts, not"):
+        run(command, "--config", filed("volatile-head: [[a]]"))
+
+
 def test_json_with_every_setting_is_read_back(command, seen, filed):
     engine = EngineConfig()
     everything = values_of(*(getattr(engine, each.name) for each in fields(engine)), ServerConfig())

@@ -218,6 +218,7 @@ class FakeEngine:
             usage=Usage(
                 prompt_tokens=len(request.prompt_ids),
                 reuse=self.usage.reuse,
+                cache_write_tokens=self.usage.cache_write_tokens,
             ),
             plan=self.plans.get(index, self.plan) if first else (),
             **more,

@@ -114,6 +114,10 @@ def _options(
         if kind is bool:
             option = typer.Option(item.default, f"{flag}/--no-{flag[2:]}", **shared)
             found.append(_parameter(name, bool, option))
+        elif kind is tuple:
+            shared |= {"help": shared["help"] + " Repeatable.", "show_default": False}
+            option = typer.Option([], flag, metavar="TEXT", **shared)
+            found.append(_parameter(name, list[str], option))
         else:
             option = typer.Option(item.default, flag, metavar=_METAVARS[kind], **shared)
             found.append(_parameter(name, str, option))

@@ -34,6 +34,9 @@ def read_settings(file: str, kinds: Mapping[str, type], problems: list[str]) -> 
             problems.append(f"{where}there is no setting of that form")
         elif name in seen:
             problems.append(f"{where}{spelt} is set twice")
+        elif kinds.get(name) is tuple and isinstance(value, yaml.SequenceNode):
+            texts = [getattr(each, "value", None) for each in value.value]
+            settings |= read([(name, texts)], kinds, problems, _dashed, where)
         elif name in kinds and not isinstance(value, yaml.ScalarNode):
             problems.append(f"{where}{spelt} takes one value; put quotes around what is JSON")
         else:

@@ -21,6 +21,7 @@ WORDS: Mapping[type, str] = {
     int: "a whole number",
     float: "a number",
     str: "a text",
+    tuple: "texts",
 }
 """The types of settings, in words."""
 
@@ -77,13 +78,20 @@ def values_of(*configs: Any) -> dict[str, Any]:
 
 
 def kinds_of(*configs: type) -> dict[str, type]:
-    """Types by their settings' names; `int | None` is int."""
+    """Types by their settings' names; `int | None` is int, and `tuple[str, ...]` is tuple."""
     return {
-        _setting(group, name): next(k for k in (*get_args(hint), hint) if k is not type(None))
+        _setting(group, name): _kind(hint)
         for group in groups_of(*configs)
         for name, hint in get_type_hints(group).items()
         if get_origin(hint) is not ClassVar
     }
+
+
+def _kind(hint: Any) -> type:
+    if get_origin(hint) is tuple:
+        return tuple
+    kind: type = next(kind for kind in (*get_args(hint), hint) if kind is not type(None))
+    return kind
 
 
 def read(
@@ -106,13 +114,18 @@ def read(
         elif value is not None:
             try:
                 values[name] = _convert(kinds[name], value)
-            except (ValueError, KeyError, OverflowError):
+            except (ValueError, TypeError, KeyError, OverflowError):
                 words = WORDS[kinds[name]]
                 problems.append(f"{where}{spell(name)} takes {words}, not {value!r}")
     return values
 
 
 def _convert(kind: type, value: Any) -> Any:
+    if kind is tuple:
+        texts = (value,) if isinstance(value, str) else tuple(value)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError
+        return texts
     if isinstance(value, str):
         return _TRUTHS[value.lower()] if kind is bool else kind(value)
     number = type(value) in (int, float) and kind in (int, float)

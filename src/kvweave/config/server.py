@@ -46,6 +46,14 @@ class ServerConfig:
         "Time that a client may take to send the head of a request, to send its body, or to read "
         "a part of its answer.",
     )
+    max_stored_responses: int = flag(
+        1024, "Answers of /v1/responses kept for previous_response_id; 0: none."
+    )
+    volatile_head: tuple[str, ...] = flag(
+        (),
+        "Lines of system texts that change with every call, by a regular expression that matches "
+        "their beginning; requests with move_volatile_head have them moved behind the rest.",
+    )
     drain_seconds: float = flag(
         30.0, "Time for running answers after the signal to stop; then they are aborted."
     )
@@ -100,6 +108,15 @@ class ServerConfig:
         found += positive(self, "keep_alive_seconds", "client_seconds")
         if not (math.isfinite(self.drain_seconds) and self.drain_seconds >= 0):
             found.append(f"--drain-seconds is a time of 0 or more, not {self.drain_seconds}")
+        for pattern in self.volatile_head:
+            try:
+                re.compile(pattern)
+            except re.error as wrong:
+                found.append(f"--volatile-head {pattern!r} is no regular expression: {wrong}")
+        if self.max_stored_responses < 0:
+            found.append(
+                f"--max-stored-responses must be 0 or more, not {self.max_stored_responses}"
+            )
         found += [
             f"{flag_name(self, name)} must not be empty"
             for name in ("api_key", "admin_api_key")

@@ -219,6 +219,8 @@ class Usage:
     completion_tokens: int = 0
     reuse: Reuse = field(default_factory=Reuse)
     """Its exact part is at most prompt_tokens - 1."""
+    cache_write_tokens: int = 0
+    """Computed, and in the cache by the first token: exact for later requests, in whole pages."""
 
     # The names that clients know:
 

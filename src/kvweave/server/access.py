@@ -22,6 +22,7 @@ OPEN_FOLDER = "/explorer/static/"
 """The files of that page."""
 CLIENTS_PATHS = frozenset(
     {
+        "/generate",
         "/tokenize",
         "/detokenize",
         "/close_session",
@@ -79,7 +80,10 @@ class Keys:
 
 
 class KeyGate:
-    """Requires `Authorization: Bearer KEY` with a key of the path's level: else 401 or 403."""
+    """Requires a key of the path's level: else 401 or 403.
+
+    It comes as `Authorization: Bearer KEY`, or as `x-api-key: KEY`, which Anthropic's clients send.
+    """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self.app = app
@@ -110,8 +114,11 @@ _OTHER_KEY = error_response(
 
 
 def _sent_key(scope: Scope) -> bytes:
-    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = headers.get("x-api-key", "")
+    return key.strip().encode("latin-1")
 
 
 def _bytes(key: str | None) -> bytes | None:

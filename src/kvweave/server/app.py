@@ -13,13 +13,17 @@ from starlette.middleware.cors import CORSMiddleware
 
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.server.access import BodyLimit, CsrfGuard, KeyGate, Keys
-from kvweave.server.errors import install_error_handlers
+from kvweave.server.errors import AnthropicErrors, install_error_handlers
 from kvweave.server.metrics import RefusalCounter
 from kvweave.server.model_card import ModelCard
 from kvweave.server.request_metrics import RequestObserver
 from kvweave.server.routes.admin import admin_router
 from kvweave.server.routes.chat import chat_router
 from kvweave.server.routes.completions import completions_router, tokenization_router
+from kvweave.server.routes.embeddings import embeddings_router
+from kvweave.server.routes.generate import generate_router
+from kvweave.server.routes.messages import messages_router
+from kvweave.server.routes.responses import responses_router
 from kvweave.server.schemas import describe
 from kvweave.server.service import Service, ServingEngine
 from kvweave.version import __version__
@@ -74,6 +78,10 @@ def build_api(
     install_error_handlers(app)
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
+    app.include_router(responses_router(service))
+    app.include_router(messages_router(service))
+    app.include_router(generate_router(service))
+    app.include_router(embeddings_router(service, engine_config.fuzzy.semantic_embedder))
     app.include_router(tokenization_router(service))
     app.include_router(admin_router(service, engine_config, self_check, cluster))
     if more_routes is not None:
@@ -90,10 +98,11 @@ def build_api(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
+    app.add_middleware(AnthropicErrors)
     app.add_middleware(RefusalCounter, metrics=service.metrics)
     return app
 

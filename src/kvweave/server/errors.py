@@ -1,7 +1,11 @@
-"""Error responses in OpenAI's shape: `{"error": {message, type, param, code}}`."""
+"""Error responses in OpenAI's shape: `{"error": {message, type, param, code}}`.
+
+Under /v1/messages they are Anthropic's: `{"type": "error", "error": {type, message}}`.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -83,6 +87,52 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(AnswerFailedError, _answer_failed)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(LastResort)
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(body: dict[str, Any], status: int) -> dict[str, Any]:
+    """Anthropic's error object for one of OpenAI's; `param` and `code` stay."""
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {**body["error"], "type": kind}}
+
+
+class AnthropicErrors:
+    """Gives errors under /v1/messages Anthropic's shape, whichever layer they come from."""
+
+    PATH = "/v1/messages"
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message | None = None
+
+        async def shaped(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                start = message
+            elif start is None:
+                await send(message)
+            else:  # error responses are sent in one piece
+                status = start["status"]
+                body = json.dumps(anthropic_error(json.loads(message["body"]), status)).encode()
+                length = (b"content-length", str(len(body)).encode())
+                kept = [header for header in start["headers"] if header[0] != b"content-length"]
+                await send({**start, "headers": [*kept, length]})
+                await send({**message, "body": body})
+
+        anthropics = scope["type"] == "http" and scope["path"].startswith(self.PATH)
+        await self.app(scope, receive, shaped if anthropics else send)
 
 
 class LastResort:

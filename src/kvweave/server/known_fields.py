@@ -54,7 +54,12 @@ REFUSED: tuple[Refusal, ...] = (
     _refuse("extra_key", "it is called cache_salt here"),
     _refuse("reasoning", "it is called reasoning_effort here"),
     _refuse("sampling_params extra_body options", "its fields belong at the top of the body"),
-    _refuse("truncate_prompt_tokens n_keep num_ctx", "a prompt is served whole or not at all"),
+    _refuse(
+        "truncate_prompt_tokens n_keep num_ctx context_management",
+        "a prompt is served whole or not at all",
+    ),
+    _refuse("container mcp_servers", "tools are run by the client"),
+    _refuse("background conversation", "an answer is sent to the request that asked for it"),
     _refuse("suffix", "the model continues a prompt, it does not fill gaps"),
     _refuse("input_ids", "token ids are the prompt of /v1/completions"),
     _refuse("prompt_embeds input_embeds", "prompts are text or token ids"),
@@ -69,7 +74,7 @@ REFUSED: tuple[Refusal, ...] = (
     _refuse("moderation", "this server holds no text against a policy"),
     _refuse("verbosity", "say in the prompt how long the answer should be", "medium"),
     _refuse("prompt_logprobs", "ask /v1/completions for echo with logprobs"),
-    _refuse("logprob_token_ids n_probs", "logprobs shows the likeliest tokens"),
+    _refuse("logprob_token_ids token_ids_logprob n_probs", "logprobs shows the likeliest tokens"),
     _refuse(
         "return_token_ids return_prompt_token_ids return_tokens_as_token_ids return_prompt_text "
         "return_meta_info return_hidden_states return_routed_experts return_logprob",
@@ -82,11 +87,11 @@ REFUSED: tuple[Refusal, ...] = (
 )
 
 IGNORED: Mapping[str, str] = {
-    "user safety_identifier metadata store service_tier custom_labels request_id": (
-        "bookkeeping (rid names a request here)"
+    "user safety_identifier metadata store service_tier custom_labels request_id inference_geo "
+    "user_profile_id workspace_id": ("bookkeeping (rid names a request here)"),
+    "prompt_cache_options cache_prompt id_slot keep_alive prediction ngram_corpus_id speed": (
+        "they may only change how fast the answer comes"
     ),
-    "prompt_cache_options cache_prompt id_slot keep_alive "
-    "prediction ngram_corpus_id": "they may only change how fast the answer comes",
     "stream_interval stream_reasoning timings_per_token": "they only cut a stream differently",
     "parallel_tool_calls separate_reasoning": "calls and reasoning stay in the answer's text",
     "length_penalty truncation_side mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold "
@@ -94,10 +99,11 @@ IGNORED: Mapping[str, str] = {
         "they only qualify a field that is refused"
     ),
     "spaces_between_special_tokens": "text is decoded without spaces added",
-    "return_cached_tokens_details": "usage always says what was cached",
+    "return_cached_tokens_details diagnostics": "usage always says what was cached",
     "routed_experts_prompt_start routed_experts_start_len return_token_offsets return_mm_kwargs": (
         "they only qualify what answers do not carry"
     ),
+    "max_tool_calls": "it limits tools that a server runs; here the client runs them",
     "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank": "for routers",
     "media_io_kwargs mm_processor_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video "
     "images_config": "they only qualify images and sound, which are refused",

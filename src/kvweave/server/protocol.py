@@ -160,12 +160,53 @@ _plain_text: dict[str, Any] = {
 }
 
 
-class GenerationBody(_Body):
+class RequestBody(_Body):
+    """The fields of all endpoints that generate: which request it is, and what KV it may use."""
+
+    model: str | None = None
+    stream: bool = False
+    rid: Rid | None = None
+    priority: Whole = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: CacheSalt | None = None
+    fuzzy: bool = True
+    fuzzy_refresh: Number | None = Field(None, ge=0, le=1)
+    fuzzy_semantic: bool = True
+    prompt_cache_key: CacheSalt | None = None
+    session_id: CacheSalt | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def session(self) -> str | None:
+        """What requests share that may lend each other KV that is not exact."""
+        return self.prompt_cache_key if self.session_id is None else self.session_id
+
+    @property
+    def retain_seconds(self) -> float:
+        """For how long the cache should rather evict what others have left in it."""
+        wanted = 0.0 if self.session is None else RETAINED_SECONDS
+        if self.prompt_cache_retention is not None:
+            long = self.prompt_cache_retention == "24h"
+            wanted = max(wanted, 24 * 3600.0 if long else RETAINED_SECONDS)
+        return wanted if self.cache_control is None else max(wanted, self.cache_control.seconds)
+
+    @model_validator(mode="after")
+    def _one_session(self) -> RequestBody:
+        if None not in (self.prompt_cache_key, self.session_id) and (
+            self.prompt_cache_key != self.session_id
+        ):
+            raise RequestError(
+                "prompt_cache_key and session_id name two sessions: send one of them",
+                param="session_id",
+            )
+        return self
+
+
+class GenerationBody(RequestBody):
     """The fields of both completion endpoints."""
 
     model_config = ConfigDict(json_schema_extra=_show_ranges)
 
-    model: str | None = None
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
     """The newer name of `max_tokens`, which wins."""
@@ -190,47 +231,10 @@ class GenerationBody(_Body):
     response_format: dict[str, Any] | None = Field(
         None, json_schema_extra={"anyOf": [_plain_text, {"type": "null"}]}
     )
-    stream: bool = False
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
     """Let the tokenizer add its own; by default to a text, not to a conversation."""
-
-    rid: Rid | None = None
-    priority: Whole = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: CacheSalt | None = None
-    fuzzy: bool = True
-    fuzzy_refresh: Number | None = Field(None, ge=0, le=1)
-    fuzzy_semantic: bool = True
-    prompt_cache_key: CacheSalt | None = None
-    session_id: CacheSalt | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    cache_control: CacheControl | None = None
     return_plan: bool = False
-
-    @property
-    def session(self) -> str | None:
-        """What requests share that may lend each other KV that is not exact."""
-        return self.prompt_cache_key if self.session_id is None else self.session_id
-
-    @property
-    def retain_seconds(self) -> float:
-        """For how long the cache should rather evict what others have left in it."""
-        wanted = 0.0 if self.session is None else RETAINED_SECONDS
-        if self.prompt_cache_retention is not None:
-            long = self.prompt_cache_retention == "24h"
-            wanted = max(wanted, 24 * 3600.0 if long else RETAINED_SECONDS)
-        return wanted if self.cache_control is None else max(wanted, self.cache_control.seconds)
-
-    @model_validator(mode="after")
-    def _one_session(self) -> GenerationBody:
-        if None not in (self.prompt_cache_key, self.session_id) and (
-            self.prompt_cache_key != self.session_id
-        ):
-            raise RequestError(
-                "prompt_cache_key and session_id name two sessions: send one of them",
-                param="session_id",
-            )
-        return self
 
     def sampling(self, **more: Any) -> SamplingParams:
         """The engine's parameters; fields that the client left out keep the engine's defaults."""
@@ -337,6 +341,7 @@ class ChatBody(ConversationBody, GenerationBody):
         None, json_schema_extra={"anyOf": [{"const": ["text"]}, {"type": "null"}]}
     )
     reorder: Reorder | None = None
+    move_volatile_head: bool = False
 
     def conversation(self) -> ChatPrompt:
         prompt = super().conversation()

@@ -139,17 +139,18 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 def usage_body(metrics: Iterable[RequestMetrics]) -> dict[str, Any]:
     """OpenAI's usage object over all prompts of a request, with the sources of their KV."""
-    prompt = completion = 0
+    prompt = completion = written = 0
     reuse = Reuse()
     for each in metrics:
         prompt += each.usage.prompt_tokens
         completion += each.completion_tokens
         reuse += each.usage.reuse
+        written += each.usage.cache_write_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": reuse_fields(reuse),
+        "prompt_tokens_details": {**reuse_fields(reuse), "cache_write_tokens": written},
     }
 
 

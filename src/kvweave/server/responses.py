@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
-from kvweave.engine.types import Completion, OutputDelta
+from kvweave.engine.types import Completion, OutputDelta, TokenLogprob
 from kvweave.prefix.plan import Span, Tier
+from kvweave.server.errors import body_of
 from kvweave.server.protocol import GenerationBody
 from kvweave.server.request_metrics import RequestMetrics, usage_body
 from kvweave.server.streaming import Batch
@@ -83,6 +84,22 @@ def finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, -9999.0)
 
 
+def scored_tokens(texts: TokenTexts, scores: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """Tokens with their log probabilities and alternatives, as chats and Responses show them."""
+
+    def shown(token_id: int, logprob: float | None) -> dict[str, Any]:
+        text, raw = texts.of(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+
+    return [
+        {
+            **shown(score.token_id, score.logprob),
+            "top_logprobs": [shown(*alternative) for alternative in score.top],
+        }
+        for score in scores
+    ]
+
+
 class Format(Protocol):
     """How an endpoint writes choices. `place` is the prompt's index in the request."""
 
@@ -107,8 +124,8 @@ class Envelope:
     model: str
     body: GenerationBody
     metrics: Sequence[RequestMetrics]
-    order: dict[str, Any] | None = None
-    """The order in which a prompt's parts were used, with `reorder`."""
+    notes: Mapping[str, Any]
+    """Fields that say how the prompt was changed."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -175,7 +192,14 @@ class _Plans:
         return [{**span, "answer": delta.index} for span in self._envelope.plan(place, delta)]
 
 
-class PlainWriter:
+class _OpenAIWriter:
+    named_events = False
+
+    def failed(self, failure: Exception) -> dict[str, Any]:
+        return body_of(failure)
+
+
+class PlainWriter(_OpenAIWriter):
     """Collects all deltas and writes them as one object."""
 
     def __init__(self, envelope: Envelope, form: Format) -> None:
@@ -206,8 +230,7 @@ class PlainWriter:
         ]
         answer = envelope.around(self._form.whole, choices)
         answer["usage"] = usage_body(envelope.metrics)
-        if envelope.order is not None:
-            answer["kvweave_order"] = envelope.order
+        answer |= envelope.notes
         if envelope.body.return_plan:
             in_order = sorted(self._spans, key=lambda each: each[:2])
             answer["kvweave_plan"] = [span for *_, spans in in_order for span in spans]
@@ -218,14 +241,14 @@ class PlainWriter:
         return self._answers.setdefault((place, index), Completion(finish_reason="abort"))
 
 
-class StreamWriter:
+class StreamWriter(_OpenAIWriter):
     """Writes every delta as an event."""
 
     def __init__(self, envelope: Envelope, form: Format) -> None:
         self._envelope = envelope
         self._form = form
         self._plans = _Plans(envelope)
-        self._order = envelope.order
+        self._notes = envelope.notes
         options = envelope.body.stream_options
         self._usage_at_end = options is not None and options.include_usage
         self._usage_always = options is not None and options.continuous_usage_stats
@@ -245,9 +268,8 @@ class StreamWriter:
                 if plan is not None:
                     event["kvweave_plan"] = plan
                     plan = None
-                if self._order is not None:
-                    event["kvweave_order"] = self._order
-                    self._order = None
+                event |= self._notes  # in the first one
+                self._notes = {}
                 yield event
 
     def end(self) -> dict[str, Any] | None:

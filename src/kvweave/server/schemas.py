@@ -36,6 +36,7 @@ class PromptDetails(BaseModel):
     refreshed_tokens: int
     session_tokens: int
     """Of moved_tokens: from KV that this session computed behind moved text."""
+    cache_write_tokens: int
 
 
 class UsageFacts(BaseModel):
@@ -67,6 +68,13 @@ class UsedOrder(BaseModel):
     parts: list[int]
     cached_tokens: int
     cached_tokens_as_given: int
+
+
+class MovedLines(BaseModel):
+    """Which lines of the system text were moved behind it."""
+
+    message: int | None
+    lines: list[int]
 
 
 class _Envelope(BaseModel):
@@ -148,6 +156,8 @@ class ChatCompletion(_Envelope):
     usage: UsageFacts
     kvweave_order: UsedOrder | None = None
     """With `reorder`."""
+    kvweave_volatile_head: MovedLines | None = None
+    """With `move_volatile_head`."""
 
 
 class ChatCompletionChunk(_Envelope):
@@ -155,6 +165,107 @@ class ChatCompletionChunk(_Envelope):
     choices: list[ChatChunkChoice]
     usage: UsageFacts | None = None
     kvweave_order: UsedOrder | None = None
+    kvweave_volatile_head: MovedLines | None = None
+
+
+class MessageUsage(BaseModel):
+    """The first three add up to the prompt."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    moved_tokens: int
+    """Of those read from the cache."""
+    paraphrase_tokens: int
+
+
+class MessageAnswer(BaseModel):
+    """Anthropic's message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class GeneratedText(BaseModel):
+    """SGLang's answer; an event of a stream holds all of it so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+    index: int | None = None
+    """Of the answer, in a stream of several."""
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Numbers, or base64 of float32."""
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(BaseModel):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: PromptDetails
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseAnswer(BaseModel):
+    """OpenAI's response, with the request's settings around the output."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "cancelled", "failed", "in_progress"]
+    model: str
+    output: list[dict[str, Any]]
+    previous_response_id: str | None
+    store: bool
+    usage: ResponseUsage | None
+
+
+class InputItems(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class ResponseDeleted(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class NamedEvent(BaseModel):
+    """An event of a stream whose events are named: its name is its type."""
+
+    type: str
+
+
+class CountedTokens(BaseModel):
+    input_tokens: int
 
 
 class Tokens(BaseModel):
@@ -249,6 +360,7 @@ _REFUSALS = {
     415: "The body is compressed.",
     429: "The queue is full; Retry-After says when to try again.",
     500: "The engine or the server failed on this request; the others go on.",
+    501: "The package of the embedder is not installed.",
     503: "The engine has stopped, the server is shutting down, or too many connections are open.",
 }
 _REFERENCE = "#/components/schemas/{model}"
@@ -320,7 +432,7 @@ def _complete(operation: dict[str, Any], level: AccessLevel, keys: Keys) -> None
 
 def _shapes() -> dict[str, Any]:
     """Schemas that no route names as its response: errors and events of streams."""
-    shapes: list[type[BaseModel]] = [ErrorAnswer, ChatCompletionChunk]
+    shapes: list[type[BaseModel]] = [ErrorAnswer, ChatCompletionChunk, NamedEvent, GeneratedText]
     _, schemas = models_json_schema(
         [(shape, "serialization") for shape in shapes], ref_template=_REFERENCE
     )

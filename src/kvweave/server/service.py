@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvweave.config import ServerConfig
@@ -12,10 +13,11 @@ from kvweave.server.logs import current_rid
 from kvweave.server.metrics import Metrics
 from kvweave.server.model_card import ModelCard
 from kvweave.server.prompts import PromptReader
-from kvweave.server.protocol import GenerationBody
+from kvweave.server.protocol import GenerationBody, RequestBody
 from kvweave.server.request_metrics import RequestMetrics, RequestObserver
 from kvweave.server.responses import Envelope, Format, PlainWriter, StreamWriter, TokenTexts
 from kvweave.server.streaming import DeltaSource, Generation, GenerationResponse, LiveGenerations
+from kvweave.server.volatile import VolatileHead
 
 if TYPE_CHECKING:
     from kvweave.engine.engine import Engine
@@ -78,30 +80,52 @@ class Service:
         self.metrics = Metrics(card.name, engine.snapshot)
         self.reader = PromptReader(engine.tokenizer, card)
         self.texts = TokenTexts(engine.tokenizer)
+        self.volatile_head = VolatileHead(config.volatile_head)
         self.live = LiveGenerations()
         self.observer = observer
         """Gets every prompt that has ended."""
 
     def respond(
         self,
+        generation: Generation,
         body: GenerationBody,
-        prompts: Sequence[tuple[int, ...]],
-        sampling: SamplingParams,
         form: Format,
         *,
-        endpoint: str,
         id_prefix: str,
-        protected_from: int | None = None,
-        order: dict[str, Any] | None = None,
+        notes: Mapping[str, Any] = MappingProxyType({}),
     ) -> GenerationResponse:
-        """A response that runs `prompts` and writes them in `form`; `order` is only reported."""
+        """OpenAI's response, with choices in `form`; `notes` are further fields of it."""
+        envelope = Envelope(
+            id=id_prefix + generation.rid,
+            model=self.card.name,
+            body=body,
+            metrics=generation.metrics,
+            notes=notes,
+        )
+        writer = (StreamWriter if body.stream else PlainWriter)(envelope, form)
+        return GenerationResponse(generation, writer, stream=body.stream)
+
+    def generation(
+        self,
+        body: RequestBody,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sequence[SamplingParams],
+        *,
+        endpoint: str,
+        prompt_field: str,
+        protected_from: int | None = None,
+    ) -> Generation:
+        """Runs `prompts`, each with its own parameters, as the body of any protocol asks.
+
+        `prompt_field`: where prompts come from in the body, for refusals.
+        """
         rid = body.rid or uuid.uuid4().hex
         current_rid.set(rid)  # until this HTTP request's task ends
         requests = [
             GenerateRequest(
                 rid=rid if len(prompts) == 1 else f"{rid}-{place}",
                 prompt_ids=ids,
-                sampling=sampling,
+                sampling=sampling[place],
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 fuzzy=body.fuzzy,
@@ -123,16 +147,6 @@ class Service:
             )
             for request in requests
         ]
-        envelope = Envelope(
-            id=id_prefix + rid, model=self.card.name, body=body, metrics=metrics, order=order
+        return Generation(
+            rid, requests, metrics, source=self.engine, live=self.live, prompt_field=prompt_field
         )
-        writer = (StreamWriter if body.stream else PlainWriter)(envelope, form)
-        generation = Generation(
-            rid,
-            requests,
-            metrics,
-            source=self.engine,
-            live=self.live,
-            prompt_field="messages" if endpoint == "chat" else "prompt",
-        )
-        return GenerationResponse(generation, writer, stream=body.stream)

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvweave.engine.types import GenerateRequest, OutputDelta
 from kvweave.errors import KvweaveError, RequestError
-from kvweave.server.errors import AnswerFailedError, body_of
+from kvweave.server.errors import AnswerFailedError
 from kvweave.server.request_metrics import RequestMetrics
 
 
@@ -184,12 +184,20 @@ T = TypeVar("T")
 class Writer(Protocol):
     """Writes a generation as one object or as a series of events."""
 
+    named_events: bool
+    """Each event is named by its `type`, as Responses and Messages have it; else [DONE] ends them.
+    """
+
     def add(self, batch: Batch) -> Iterable[dict[str, Any]]:
         """The events for a batch; none while a plain answer is collected."""
         ...
 
-    def end(self) -> dict[str, Any] | None:
-        """After all answers: the plain answer, or a stream's last event."""
+    def end(self) -> Any:
+        """After all answers: the plain answer, or a stream's last event (None: there is none)."""
+        ...
+
+    def failed(self, failure: Exception) -> dict[str, Any]:
+        """The event that ends a stream which failed after it had begun."""
         ...
 
 
@@ -231,13 +239,13 @@ class GenerationResponse(Response):
         try:
             async with self._generation:
                 async for batch in self._generation:
-                    events = b"".join(map(_event, self._writer.add(batch)))
+                    events = b"".join(map(self._event, self._writer.add(batch)))
                     if not started:
                         await self._start(send)
                         started = True
                     await send({"type": "http.response.body", "body": events, "more_body": True})
             last = self._writer.end()
-            tail = _event(last) if last is not None else b""
+            tail = self._event(last) if last is not None else b""
         except Exception as failure:
             if not started:
                 raise
@@ -245,11 +253,17 @@ class GenerationResponse(Response):
             # Log the text, not the exception: a kept log record must not keep the request alive.
             words = str(failure)
             log.warning("rid=%s failed in mid-stream: %s", self._rid, words, exc_info=unexpected)
-            tail = _event(body_of(failure))
+            tail = self._event(self._writer.failed(failure))
         if not started:
             await self._start(send)
-        tail += b"data: [DONE]\n\n"
+        if not self._writer.named_events:
+            tail += b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": tail, "more_body": False})
+
+    def _event(self, body: dict[str, Any]) -> bytes:
+        text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        name = f"event: {body['type']}\n" if self._writer.named_events else ""
+        return f"{name}data: {text}\n\n".encode()
 
     async def _start(self, send: Send) -> None:
         headers = [
@@ -282,8 +296,3 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()

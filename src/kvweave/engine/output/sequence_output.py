@@ -232,6 +232,8 @@ class SequenceOutput:
         sequence, group = self.sequence, self.sequence.group
         news = not self._told and sequence.lease is not None
         self._told = True
+        if token_ids and news and sequence.lease is not None:
+            group.count_writes(sequence.lease)
         prompt_logprobs = None
         if self._prompt_logprobs is not None and not sequence.scores_prompt:
             prompt_logprobs = tuple(self._prompt_logprobs)
@@ -245,6 +247,7 @@ class SequenceOutput:
                 prompt_tokens=sequence.prompt_length,
                 completion_tokens=sequence.generated,
                 reuse=group.reuse,
+                cache_write_tokens=group.cache_write_tokens or 0,
             ),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

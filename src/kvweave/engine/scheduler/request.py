@@ -24,6 +24,7 @@ class RequestGroup:
 
     __slots__ = (
         "admitted",
+        "cache_write_tokens",
         "counted_exact",
         "namespace",
         "prompt_computed",
@@ -46,6 +47,14 @@ class RequestGroup:
         """The request was counted as exact: no answer of it may be served anything approximate."""
         self.reuse = Reuse()
         """Of the first admission; siblings and returns are not counted again."""
+        self.cache_write_tokens: int | None = None
+        """Prompt tokens that were computed and published; None before the first token."""
+
+    def count_writes(self, lease: Lease) -> None:
+        """Count what the first answer published of its prompt, once that is computed."""
+        if self.cache_write_tokens is None:
+            published = min(lease.published, len(self.request.prompt_ids))
+            self.cache_write_tokens = max(0, published - self.reuse.exact)
 
     def count_reuse(self, plan: Plan) -> None:
         """Count what the first admission reuses."""

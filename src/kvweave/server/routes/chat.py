@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from kvweave.engine.types import Completion, OutputDelta, TokenLogprob
+from kvweave.server.chat import start_chat
 from kvweave.server.protocol import ChatBody
-from kvweave.server.reordering import ordered
-from kvweave.server.responses import TokenTexts, finite
+from kvweave.server.responses import TokenTexts, scored_tokens
 from kvweave.server.schemas import ChatCompletion, ChatCompletionChunk, answers
 from kvweave.server.service import Service
 
@@ -26,28 +26,9 @@ def chat_router(service: Service) -> APIRouter:
         responses=answers(ChatCompletion, 404, 429, event=ChatCompletionChunk),
     )
     async def create_chat_completion(body: ChatBody) -> Response:
-        service.card.require(body.model)
-        reader, chat, order = service.reader, body.conversation(), None
-        scored = (body.top_logprobs or 0) if body.logprobs else None
-        words = reader.spellings(body.bad_words)
-        sampling = body.sampling(max_tokens=None, logprobs=scored, bad_words_ids=words)
-        if body.reorder is None:
-            prompt = await reader.conversation(chat)
-        else:
-            prompt, order = await ordered(
-                reader, service.engine, chat, body.reorder, body.cache_salt
-            )
-        form = _ChatFormat(service.texts, scored=scored is not None)
-        return service.respond(
-            body,
-            [prompt.ids],
-            sampling,
-            form,
-            endpoint="chat",
-            id_prefix="chatcmpl-",
-            protected_from=prompt.last_turn,
-            order=order,
-        )
+        chat = await start_chat(service, body)
+        form = _ChatFormat(service.texts, scored=bool(body.logprobs))
+        return service.respond(chat.generation, body, form, id_prefix="chatcmpl-", notes=chat.notes)
 
     return router
 
@@ -86,15 +67,4 @@ class _ChatFormat:
     def _logprobs(self, scores: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._scored:
             return None
-        content = [
-            {
-                **self._token(score.token_id, score.logprob),
-                "top_logprobs": [self._token(*alternative) for alternative in score.top],
-            }
-            for score in scores
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text, raw = self._texts.of(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+        return {"content": scored_tokens(self._texts, scores), "refusal": None}

@@ -43,9 +43,14 @@ def completions_router(service: Service) -> APIRouter:
             for prompt in (body.prompt if body.echo else ())
         ]
         form = _CompletionFormat(body, prompts, texts, service.texts)
-        return service.respond(
-            body, prompts, sampling, form, endpoint="completions", id_prefix="cmpl-"
+        generation = service.generation(
+            body,
+            prompts,
+            [sampling] * len(prompts),
+            endpoint="completions",
+            prompt_field="prompt",
         )
+        return service.respond(generation, body, form, id_prefix="cmpl-")
 
     return router
 

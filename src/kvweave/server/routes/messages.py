@@ -1,0 +1,346 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import Response
+
+from kvweave.engine.types import OutputDelta
+from kvweave.errors import RequestError
+from kvweave.server.chat import StartedChat, chat_body, joined, read_chat, start_chat
+from kvweave.server.errors import anthropic_error, body_of
+from kvweave.server.fields import Number, Stops, Whole
+from kvweave.server.protocol import ChatBody, RequestBody
+from kvweave.server.request_metrics import RequestMetrics
+from kvweave.server.schemas import CountedTokens, MessageAnswer, NamedEvent, answers
+from kvweave.server.service import Service
+from kvweave.server.streaming import Batch, GenerationResponse
+
+
+class CountTokensBody(RequestBody):
+    """What makes the prompt of a message, for counting its tokens."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    move_volatile_head: bool = False
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "reasoning_effort": "output_config",
+    }
+    """Fields of the internal request, by other names than here."""
+
+    def chat(self, **more: Any) -> ChatBody:
+        """The internal request."""
+        messages = _turns(self.messages)
+        if system := _texts(self.system or "", "system"):
+            messages.insert(0, {"role": "system", "content": system})
+        prefilled = messages[-1]["role"] == "assistant"
+        if prefilled:
+            _check_prefill(messages[-1])
+        return chat_body(
+            self,
+            self.NAMES,
+            messages=messages,
+            tools=[_tool(tool, f"tools.{at}") for at, tool in enumerate(self.tools or ())],
+            continue_final_message=prefilled,
+            reasoning_effort=self._effort(),
+            move_volatile_head=self.move_volatile_head,
+            **self._retention(),
+            **more,
+        )
+
+    def _retention(self) -> dict[str, Any]:
+        """The longest wish of any block that the cache keeps its KV."""
+        marked = [self.system, self.tools, *(each.get("content") for each in self.messages)]
+        blocks = (block for each in marked if isinstance(each, list) for block in each)
+        wishes = [self.model_dump()["cache_control"]]
+        wishes += [block.get("cache_control") for block in blocks if isinstance(block, dict)]
+        said = [wish for wish in wishes if isinstance(wish, dict)]
+        longest = max(said, key=lambda wish: str(wish.get("ttl")) == "1h", default=None)
+        return {} if longest is None else {"cache_control": longest}
+
+    def _effort(self) -> str | None:
+        config = self.output_config or {}
+        if config.get("format"):
+            raise RequestError("output_config.format is not offered", param="output_config")
+        kind = (self.thinking or {"type": "adaptive"}).get("type")
+        if kind == "disabled":
+            return "none"
+        if kind != "adaptive":
+            raise RequestError(
+                "thinking is adaptive or disabled: here it has no budget of its own, so set "
+                "max_tokens",
+                param="thinking",
+            )
+        effort = config.get("effort")
+        # The API's default asks for nothing.
+        return None if effort in (None, "high") else str(effort)
+
+
+class MessagesBody(CountTokensBody):
+    """POST /v1/messages."""
+
+    max_tokens: Whole
+    stop_sequences: Stops = ()
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Whole | None = None
+
+    def chat(self, **more: Any) -> ChatBody:
+        return super().chat(
+            max_completion_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            **more,
+        )
+
+
+for _body in (CountTokensBody, MessagesBody):
+    _body.ELSEWHERE = dict.fromkeys(
+        ChatBody.model_fields.keys() - MessagesBody.model_fields.keys(), "/v1/chat/completions"
+    )
+
+
+def messages_router(service: Service) -> APIRouter:
+    """The two routes, bound to `service`."""
+    router = APIRouter()
+
+    @router.post(
+        "/v1/messages",
+        response_class=Response,
+        responses=answers(MessageAnswer, 404, 429, event=NamedEvent),
+    )
+    async def create_message(body: MessagesBody) -> Response:
+        chat = await start_chat(service, body.chat(), endpoint="messages", names=body.NAMES)
+        writer = _MessageWriter(chat, body, service.card.name)
+        return GenerationResponse(chat.generation, writer, stream=body.stream)
+
+    @router.post(
+        "/v1/messages/count_tokens", response_model=None, responses=answers(CountedTokens, 404)
+    )
+    async def count_message_tokens(body: CountTokensBody) -> dict[str, Any]:
+        service.card.require(body.model)
+        prompt, _, _ = await read_chat(service, body.chat(), body.NAMES)
+        return {"input_tokens": len(prompt.ids)}
+
+    return router
+
+
+# From Anthropic's blocks to the messages of a chat.
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as a chat has them; neighbours of one role are one turn."""
+    return joined(_each_turn(messages), ("system", "user", "assistant"))
+
+
+def _each_turn(messages: Sequence[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
+    for at, message in enumerate(messages):
+        where = f"messages.{at}"
+        role = message.get("role")
+        if role not in ("user", "assistant", "system"):
+            raise RequestError(f"{where}.role is user or assistant", param=f"{where}.role")
+        blocks = _blocks(message.get("content"), f"{where}.content")
+        yield from _of_assistant(blocks) if role == "assistant" else _of_user(role, blocks)
+
+
+def _of_user(
+    role: str, blocks: Sequence[tuple[str, Mapping[str, Any]]]
+) -> Iterable[dict[str, Any]]:
+    """A message, and before, between or behind its texts the results of calls."""
+    for where, block in blocks:
+        if block.get("type") == "tool_result":
+            texts = _texts(block.get("content") or "", f"{where}.content")
+            if block.get("is_error"):
+                texts.insert(0, {"type": "text", "text": "Error:"})
+            call = str(block.get("tool_use_id", ""))
+            yield {"role": "tool", "tool_call_id": call, "content": texts}
+        else:
+            yield {"role": role, "content": [_text(block, where)]}
+
+
+def _of_assistant(
+    blocks: Sequence[tuple[str, Mapping[str, Any]]],
+) -> Iterable[dict[str, Any]]:
+    turn: dict[str, Any] = {"role": "assistant", "content": []}
+    for where, block in blocks:
+        match block.get("type"):
+            case "tool_use":
+                function = {"name": block.get("name"), "arguments": block.get("input")}
+                call = {"id": block.get("id"), "type": "function", "function": function}
+                turn.setdefault("tool_calls", []).append(call)
+            case "thinking":
+                turn["reasoning_content"] = str(block.get("thinking", ""))
+            case "redacted_thinking":
+                pass  # nobody can read it
+            case _:
+                turn["content"].append(_text(block, where))
+    yield turn
+
+
+def _check_prefill(last: Mapping[str, Any]) -> None:
+    """RequestError unless the answer may continue this message."""
+    if last.get("tool_calls"):
+        raise RequestError(
+            "the last message calls tools, and no tool_result answers them", param="messages"
+        )
+    text = last["content"][-1]["text"] if last["content"] else ""
+    if not text or text != text.rstrip():
+        raise RequestError(
+            "the last message is the assistant's, which the answer continues: it must have a "
+            "text, and must not end in a space or line end",
+            param="messages",
+        )
+
+
+def _blocks(content: Any, where: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Blocks with their places; a text is one block."""
+    if isinstance(content, str):
+        return [(where, {"type": "text", "text": content})]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise RequestError(f"{where} is a text or a list of blocks", param=where)
+    return [(f"{where}.{at}", block) for at, block in enumerate(content)]
+
+
+def _texts(content: Any, where: str) -> list[dict[str, Any]]:
+    return [_text(block, at) for at, block in _blocks(content, where) if block.get("text") != ""]
+
+
+def _text(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A block of text as a part; its `cache_control` holds for the whole prompt."""
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        kind = str(block.get("type"))[:80]
+        raise RequestError(
+            f"{where} is of type {kind}: this server reads blocks of text, calls and their results",
+            param=where,
+        )
+    return {"type": "text", "text": block["text"]}
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A client's tool as a function of a chat."""
+    if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
+        kind = str(tool.get("type"))[:80]
+        raise RequestError(
+            f"{where} is of type {kind}: tools are the client's own, with name and input_schema",
+            param=where,
+        )
+    function = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+class _MessageWriter:
+    """Writes the answer as a message, or as the events that build it up."""
+
+    named_events = True
+
+    def __init__(self, chat: StartedChat, body: MessagesBody, model: str) -> None:
+        self._metrics = chat.generation.metrics[0]
+        self._stops = body.stop_sequences
+        self._max_tokens = body.max_tokens
+        self._stream = body.stream
+        self._blocks: list[dict[str, Any]] = []
+        self._message: dict[str, Any] = {
+            "id": f"msg_{chat.generation.rid}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "stop_reason": None,
+            "stop_sequence": None,
+            **chat.notes,
+        }
+        self._begun = False
+
+    def add(self, batch: Batch) -> Sequence[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        for _, delta in batch:
+            if not self._begun:
+                self._begun = True
+                start = {**self._message, "content": [], "usage": self._usage()}
+                events.append({"type": "message_start", "message": start})
+            if delta.text:
+                events += self._text(delta.text)
+            if delta.finish_reason is not None:
+                events += self._finish(delta)
+        return events
+
+    def end(self) -> dict[str, Any]:
+        if self._stream:
+            return {"type": "message_stop"}
+        return {**self._message, "content": self._blocks, "usage": self._usage()}
+
+    def failed(self, failure: Exception) -> dict[str, Any]:
+        return anthropic_error(body_of(failure), getattr(failure, "status", 500))
+
+    def _text(self, text: str) -> Iterable[dict[str, Any]]:
+        if not self._blocks:
+            yield from self._open({"type": "text", "text": ""})
+        self._blocks[-1]["text"] += text
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def _open(self, block: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        yield from self._close()
+        self._blocks.append(dict(block))
+        index = len(self._blocks) - 1
+        yield {"type": "content_block_start", "index": index, "content_block": block}
+
+    def _close(self) -> Iterable[dict[str, Any]]:
+        if self._blocks:
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        index = len(self._blocks) - 1
+        return {"type": "content_block_delta", "index": index, "delta": delta}
+
+    def _finish(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
+        yield from self._close()
+        reason = self._stop_reason(delta)
+        matched = delta.matched_stop if reason == "stop_sequence" else None
+        end = {"stop_reason": reason, "stop_sequence": matched}
+        self._message |= end
+        yield {"type": "message_delta", "delta": end, "usage": self._usage()}
+
+    def _stop_reason(self, delta: OutputDelta) -> str:
+        match delta.finish_reason:
+            case "length":
+                full = self._metrics.completion_tokens < self._max_tokens
+                return "model_context_window_exceeded" if full else "max_tokens"
+            case "abort":  # the server ended it: the client may send the answer back as prefill
+                return "pause_turn"
+        return "stop_sequence" if delta.matched_stop in self._stops else "end_turn"
+
+    def _usage(self) -> dict[str, int]:
+        return message_usage(self._metrics)
+
+
+def message_usage(metrics: RequestMetrics) -> dict[str, int]:
+    """Anthropic's usage: the first three figures add up to the prompt.
+
+    Read from the cache is what was not computed: exact, moved and paraphrased tokens, of which the
+    last two are also named. Created is what was computed and is now cached.
+    """
+    usage = metrics.usage
+    read = usage.cached_tokens + usage.moved_tokens + usage.paraphrase_tokens
+    written = min(usage.cache_write_tokens, usage.prompt_tokens - read)
+    return {
+        "input_tokens": usage.prompt_tokens - read - written,
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": read,
+        "output_tokens": metrics.completion_tokens,
+        "moved_tokens": usage.moved_tokens,
+        "paraphrase_tokens": usage.paraphrase_tokens,
+    }
