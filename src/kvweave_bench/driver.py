@@ -52,12 +52,13 @@ class Driver:
         fuzzy: bool = True,
         salt: str | None = None,
         session: str | None = None,
+        ignore_eos: bool = True,
     ) -> list[Answer]:
         """Submit all prompts at once and run until the last greedy answer ended; answers in order.
 
         Raises KvweaveError if the engine ended an answer with an error.
         """
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
         answers: dict[str, Answer] = {}
         requests = []
         for prompt in prompts:

@@ -10,6 +10,7 @@ from kvweave.config.base import flag
 BENCHES = (
     "cold-groups",
     "engine",
+    "repeats",
     "moved",
     "shapes",
     "lookup",
