@@ -69,6 +69,15 @@ def test_engine_compares_with_transformers_and_with_one_after_another(run: Run) 
     assert together.ratio == pytest.approx(together.value / alone.value)
 
 
+def test_drafts_change_no_answer_and_what_they_were_worth_is_counted(run: Run) -> None:
+    report = run("repeats")
+    assert values(report, "identical_ids") == {"quoting": 1.0, "other": 1.0}
+    for metric in ("accepted_share", "drafted_share"):
+        assert all(0 <= share <= 1 for share in values(report, metric).values())
+    speedup = by_variant(report, "decode_speedup")["quoting"]
+    assert (speedup.baseline, speedup.value) == ("none", speedup.ratio)
+
+
 def test_moved_documents_are_served_and_right(run: Run) -> None:
     report = run("moved")
     assert values(report, "served") == {"512": 1.0}

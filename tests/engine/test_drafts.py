@@ -18,6 +18,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.scheduler.drafts import DraftHistory, StepCost, repeated
 from kvweave.engine.types import Completion, GenerateRequest, GrammarSpec, SamplingParams
 from kvweave.errors import RequestError
+from kvweave.prefix.lease import RequestView
 from support.enginekit import (
     EOS,
     EXACT_BACKENDS,
@@ -191,6 +192,23 @@ def test_an_earlier_answer_is_proposed_and_never_anothers():
     world.run(request("again", prompt(20), 40, salt="a"))
     assert world.engine.snapshot().steps - steps < 12
     assert world.ids("again") == world.ids("first") == oracle_answer(prompt(20), 40)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_text_cached_at_another_place_goes_on_and_only_in_its_namespace(page_size):
+    world = make_world("fuzzy_match", page_size=page_size)
+    cache, text = world.engine.cache, np.array(prompt(160), np.int32)
+    world.run(request("donor", text, 1, salt="a"))
+    for start, end in ((13, 60), (0, 45), (50, 90)):
+        own = np.array(prompt(9, 5), np.int32)
+        tokens = np.concatenate([own, text[start:end]])
+        for salt, expected in (("a", text[end : end + 30].tolist()), ("b", []), (None, [])):
+            namespace = world.engine.namespace(salt)
+            lease = cache.lease(RequestView("other", own, namespace, fuzzy=False))
+            assert cache.continuation(lease, tokens, 30).tolist() == expected
+            assert not len(cache.continuation(lease, tokens[::-1], 30))
+            cache.release(lease)
+    world.assert_idle()
 
 
 def test_a_drafter_that_fails_costs_no_answer(caplog):

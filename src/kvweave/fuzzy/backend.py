@@ -32,7 +32,7 @@ from kvweave.prefix.inspector import CacheStats, Declined, Refusal, ReuseCounts
 from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.prefix.plan import Plan, Span, Tier
 from kvweave.prefix.radix import RadixCache, RadixLease
-from kvweave.prefix.tree import Node
+from kvweave.prefix.tree import Node, Place
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +122,26 @@ class FuzzyCache(RadixCache):
         donors.publisher, donors.semantic = lease.rid, lease.semantic
         donors.prompt_end = lease.plan.publishable // self.page_size * self.page_size
         super().publish(lease, tokens, computed)
+
+    def continuation(self, lease: Lease, tokens: IntArray, most: int) -> IntArray:
+        found = super().continuation(lease, tokens, most)
+        if len(found):
+            return found
+        # The shortest end of which the span index is sure to find an equal run.
+        view = RequestView(lease.rid, tokens[1 - 2 * self._config.stride :], lease.namespace)
+        for claim in self._guard.nominate(view):
+            run = self._donors.verified(view, claim) if claim.tier is Tier.MOVED else None
+            if run is not None and run.end == len(view.tokens):
+                return self._following(run, most)
+        return found
+
+    def _following(self, run: Candidate, most: int) -> IntArray:
+        """Up to `most` tokens behind a verified donor run."""
+        node = self._donors.node(run.page)
+        assert node is not None  # verified, and the tree has not changed since
+        pages, within = divmod(run.donor_end - node.start, self.page_size)
+        begun = node.tokens[pages * self.page_size :][:within]
+        return self.tree.following(Place(node, pages), begun, most)
 
     def retain(self, lease: Lease, tokens: IntArray, computed: int) -> None:
         if self._config.session_donors:

@@ -235,6 +235,16 @@ class Guard:
             self._fault("refused", f"proposed what is no candidate: {reason}")
         return found.candidates
 
+    def nominate(self, view: RequestView) -> list[Candidate]:
+        """As `match`, not counted, and only of a `bounded` provider: drafts must not wait."""
+        if self._worker is not None:
+            return []
+        try:
+            return self._call(lambda: self._proposals(view, 0)).candidates
+        except Exception:
+            self._fault("raised", "failed in match; drafts go on without its help")
+            return []
+
     def refuse(self, candidate: Candidate) -> None:
         """Count a candidate whose tokens are not cached where it says."""
         self._fault("refused", f"proposed what is not cached there: {candidate!r}")
