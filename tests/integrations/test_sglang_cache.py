@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import support.fake_sglang as fake
+from kvweave.prefix.lease import Namespace
+from support.sglang_world import SMALL
 
 pytestmark = pytest.mark.usefixtures("sglang")
 
@@ -37,7 +42,7 @@ def _taught(**about: Any) -> Any:
 def test_a_document_is_lent_behind_a_header_that_is_cached() -> None:
     server = _taught()
     assert server.run(_prompt(OTHER, DOCUMENT, QUESTION, [9]), ANSWER) == len(DOCUMENT) + 2
-    assert server.cache.counts["lent"] == 1
+    assert server.cache.counts["lent_requests"] == 1
 
 
 def test_what_was_lent_is_never_inserted() -> None:
@@ -56,18 +61,215 @@ def test_reordered_passages_come_from_several_donors_in_one_span() -> None:
     assert server.run(_prompt(HEADER, second, first, [7, 7, 7])) == len(DOCUMENT)
 
 
-def test_a_span_that_would_not_begin_where_the_prefix_ends_is_computed() -> None:
+NEW = [50, 51, 52]
+"""An instruction that is cached nowhere."""
+
+
+def test_a_known_document_is_lent_behind_a_new_instruction() -> None:
     server = _taught()
-    assert server.run(_prompt(OTHER, [50, 51], DOCUMENT, QUESTION)) == 0
+    assert server.run(_prompt(NEW, DOCUMENT, QUESTION, [9]), ANSWER) == len(DOCUMENT) + 2
+    # The instruction was computed, so it is exact, and the tree has it from now on.
+    assert server.match(fake.Req("again", _prompt(NEW, [9, 9]))) == 0
+    assert server.cache.match_prefix(_asked(_prompt(NEW, DOCUMENT))).device_prefix_len == len(NEW)
+
+
+def _asked(tokens: list[int]) -> Any:
+    return fake.MatchPrefixParams(fake.RadixKey(fake.Req("r", tokens).full_untruncated_fill_ids))
+
+
+def test_runs_with_fresh_text_between_come_from_several_donors() -> None:
+    server = _server()
+    first, second, third = DOCUMENT[:16], DOCUMENT[16:32], DOCUMENT[32:]
+    for at, passage in enumerate((first, second, third)):
+        server.run(_prompt(HEADER[:4], [200 + at], passage, QUESTION))
+    prompt = _prompt(NEW, second, [60, 61], third, [62], first, QUESTION, [9])
+    assert server.run(prompt, ANSWER) == len(DOCUMENT) + 2
+    assert server.cache.counts["lent_runs"] == 3
+
+
+def test_without_hooks_one_run_behind_the_prefix_is_lent() -> None:
+    server = _taught(chunk=None)
+    assert server.run(_prompt(NEW, DOCUMENT, QUESTION, [9])) == 0
+    assert server.run(_prompt(OTHER, DOCUMENT, QUESTION, [9]), ANSWER) == len(DOCUMENT) + 2
+
+
+def test_the_first_tokens_of_a_run_are_computed_again_where_the_text_before_changed() -> None:
+    server = _taught(config=replace(SMALL, refresh_tokens=5))
+    assert server.run(_prompt(NEW, DOCUMENT, QUESTION, [9])) == len(DOCUMENT) + 2 - 5
+    assert server.run(_prompt(OTHER, DOCUMENT, QUESTION, [9])) == len(DOCUMENT) + 2 - 5
+
+
+def test_where_a_piece_goes_on_as_it_did_nothing_is_computed_again() -> None:
+    server = _server(config=replace(SMALL, refresh_tokens=5))
+    server.run(_prompt(HEADER, DOCUMENT[:30], QUESTION))
+    exact = fake.SamplingParams({"kvweave_fuzzy": False})
+    server.run(_prompt(OTHER, DOCUMENT[12:], QUESTION), sampling_params=exact)
+    assert server.run(_prompt(NEW, DOCUMENT, [9] * 3)) == len(DOCUMENT) - 5
+    assert server.cache.counts["lent_runs"] == 1, "of two donors"
+
+
+def test_a_chunk_is_not_ended_for_a_short_run() -> None:
+    server = _taught(config=replace(SMALL, min_chunk_span=40))
+    assert server.run(_prompt(NEW, DOCUMENT[:39], [9] * 3)) == 0
+    assert server.run(_prompt(NEW[1:], DOCUMENT[:40], [9] * 3)) == 40
+    assert server.run(_prompt(OTHER, DOCUMENT[:39], [8] * 3)) == 39, "right behind the prefix"
+
+
+def _under_way(server: Any, rid: str = "r") -> Any:
+    """A request whose first chunk is computed; a run of the document comes next."""
+    req = fake.Req(rid, _prompt(NEW, DOCUMENT, [9] * 3))
+    assert server.admit(req)
+    return req
+
+
+def test_a_donor_that_goes_between_chunks_costs_its_run_only() -> None:
+    server = _taught()
+    req = _under_way(server)
+    server.cache.evict(fake.EvictParams(1000))
+    while server.go_on(req):
+        pass
+    assert (server.cache.counts["gone"], server.cache.counts["lent_runs"]) == (1, 0)
+    server.check([req])
+    server.release(req)
+    server.check([])
+
+
+def test_what_others_publish_between_chunks_changes_nothing() -> None:
+    server = _taught()
+    req = _under_way(server)
+    server.run([7] * 20)
+    while server.go_on(req):
+        pass
+    assert server.cache.counts["lent_tokens"] == len(DOCUMENT)
+    server.check([req])
+
+
+def test_without_room_for_the_run_and_what_follows_it_is_computed() -> None:
+    server = _taught(slots=128)
+    holder = fake.Req("holder", [500] * 8)
+    server.prefill(holder)
+    req = _under_way(server)
+    while server.allocator.available_size() > len(DOCUMENT):
+        server.decode(holder, 500)
+    server.cache.evict(fake.EvictParams(0))
+    adder = fake.PrefillAdder(server.cache, 4096)
+    held = [server.cache.lock(node) for node in server.cache.nodes()]
+    adder.add_chunked_req(req)
+    assert server.cache.counts["no_room"] == 1
+    assert req.prefix_len == len(NEW)
+    for lock in held:
+        server.cache.unlock(lock)
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_an_abort_between_chunks_leaves_nothing_behind(lent: bool) -> None:
+    server = _taught(chunk=8)
+    req = _under_way(server)
+    if lent:
+        server.go_on(req)
+        assert server.cache.counts["lent_runs"] == 1
+    server.release(req, finished=False)
+    server.check([])
+    assert not req.skip_radix_cache_insert
+    assert req not in server.cache.loans
+
+
+def test_a_second_request_in_chunks_waits_for_the_first() -> None:
+    """SGLang holds one of them; another would take its place, and the first be lost."""
+    server = _taught()
+    _under_way(server)
+    other = fake.Req("other", _prompt(NEW, [1], DOCUMENT, [9] * 3))
+    server.match(other)
+    for busy, has_chunked in ((object(), False), (None, True)):
+        adder = fake.PrefillAdder(server.cache, 4096)
+        adder.new_chunked_req = busy
+        asked = {"host_hit_length": 0, "has_chunked_req": has_chunked}
+        assert adder._select_prefill_admission(other, **asked) is fake.AddReqResult.OTHER
+        assert adder.rem_chunk_tokens == 4096
+    whole = fake.Req("whole", [3] * 30)
+    server.match(whole)
+    asked = {"host_hit_length": 0, "has_chunked_req": True}
+    assert not adder._select_prefill_admission(whole, **asked).is_chunked
+
+
+def test_a_chunk_that_sglang_shortens_ends_where_sglang_says() -> None:
+    server = _taught()
+    req = fake.Req("r", _prompt(NEW * 4, DOCUMENT, [9] * 3))
+    server._chunk = 5
+    assert server.admit(req)
+    assert req.prefix_len == 5
+    adder = fake.PrefillAdder(server.cache, 4096)
+    adder.chunked_req_limit = 2
+    adder.add_chunked_req(req)
+    assert (req.prefix_len, req.extend_end, adder.chunked_req_limit) == (5, 7, 2)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_fault_between_chunks(alone: bool) -> None:
+    """Alone, the request is computed; a rank among others must not go on alone."""
+    server = _taught(alone=alone)
+    req = _under_way(server)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    server.cache.req_to_token_pool.write = fail
+    if not alone:
+        with pytest.raises(RuntimeError):
+            server.go_on(req)
+        return
+    while server.go_on(req):
+        pass
+    server.check([req])
+    assert not server.cache.lends
+
+
+def test_server_info_shows_what_was_lent() -> None:
+    from kvweave.integrations.sglang.chunks import add_state
+
+    server = _taught()
+    server.run(_prompt(NEW, DOCUMENT, [9] * 3))
+    reply = SimpleNamespace(internal_state={})
+    add_state(reply, SimpleNamespace(scheduler=SimpleNamespace(tree_cache=server.cache)), None)
+    shown = reply.internal_state["kvweave"]
+    assert (shown["lent_requests"], shown["lent_tokens"]) == (1, len(DOCUMENT))
+    assert shown["between_chunks"]
+    add_state(reply, SimpleNamespace(scheduler=SimpleNamespace(tree_cache=object())))
+
+
+def test_metrics_show_what_was_lent() -> None:
+    from prometheus_client import REGISTRY
+
+    server = _taught()
+    server.cache.counts.export("some-model")
+    server.run(_prompt(NEW, DOCUMENT, [9] * 3))
+    labels = {"model_name": "some-model"}
+    assert REGISTRY.get_sample_value("kvweave:fuzzy_lent_tokens_total", labels) == len(DOCUMENT)
+
+
+def test_a_fault_in_the_mirror_leaves_it_as_it_was() -> None:
+    server = _taught()
+    mirror = server.cache.mirror
+    before, pages = mirror.version, mirror.stats()["pages"]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    mirror._tree.unlock = fail  # the last thing that `add` does
+    with pytest.raises(RuntimeError):
+        mirror.add("r", Namespace(""), np.arange(40, dtype=np.int32))
+    del mirror._tree.unlock
+    mirror.check()
+    assert (mirror.version, mirror.stats()["pages"]) == (before, pages)
 
 
 def test_first_tokens_are_the_requests_own() -> None:
     server = _server()
     server.run(_prompt(DOCUMENT, QUESTION))
-    assert server.run(_prompt(DOCUMENT[4:], QUESTION, [9])) == 0, "nothing of its own before"
+    own = SMALL.sink_tokens
+    assert server.run(_prompt(DOCUMENT[4:], QUESTION, [9])) == len(DOCUMENT) - 4
     server.run(_prompt(OTHER, QUESTION))
-    assert server.run(_prompt(OTHER, DOCUMENT, QUESTION)) == 0, "a donor's first tokens"
-    assert server.run(_prompt(OTHER, DOCUMENT[2:], QUESTION)) > 0
+    assert server.run(_prompt(OTHER, DOCUMENT, QUESTION)) == len(DOCUMENT) + 1 - own, "a donor's"
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
@@ -260,17 +462,25 @@ def _traffic(seed: int, count: int) -> list[list[int]]:
     return prompts
 
 
+@pytest.mark.parametrize("chunk", [16, 4096])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_random_traffic_under_pressure(page_size: int) -> None:
+def test_random_traffic_under_pressure(page_size: int, chunk: int) -> None:
     """Several requests at a time, eviction, retraction: slots add up and hold what they should."""
     chance = random.Random(page_size)
-    server = _server(slots=480, page_size=page_size)
+    config = replace(SMALL, refresh_tokens=3)
+    server = _server(slots=480, page_size=page_size, chunk=chunk, config=config)
     running: list[fake.Req] = []
     lent = 0
     for number, prompt in enumerate(_traffic(page_size, 120)):
         req = fake.Req(str(number), prompt)
-        lent += server.prefill(req) > 0
-        running.append(req)
+        before, more = server.cache.counts["lent_requests"], server.admit(req)
+        while more and chance.random() < 0.95:  # else it is aborted between two chunks
+            more = server.go_on(req)
+        lent += server.cache.counts["lent_requests"] > before
+        if more:
+            server.release(req, finished=False)
+        else:
+            running.append(req)
         for other in running:
             server.decode(other, chance.randrange(512))
         while len(running) > chance.randint(0, 2):
@@ -283,12 +493,12 @@ def test_random_traffic_under_pressure(page_size: int) -> None:
 
 def test_ranks_with_the_same_requests_decide_alike() -> None:
     """Where slots lie, and what was computed when, has no part in it."""
-    ranks = [_server(slots=700), _server(slots=700)]
+    ranks = [_server(slots=700, config=replace(SMALL, refresh_tokens=3)) for _ in range(2)]
     ranks[1].allocator.pages.reverse()
     for prompt in _traffic(7, 60):
         lent = {rank.run(prompt) for rank in ranks}
         assert len(lent) == 1
     first, second = (rank.cache.counts for rank in ranks)
-    assert first == second
-    assert first["lent"] > 10
+    assert first.as_dict() == second.as_dict()
+    assert first["lent_runs"] > first["lent_requests"] > 10
     assert not torch.equal(*(rank.cache.nodes()[5].slots for rank in ranks))

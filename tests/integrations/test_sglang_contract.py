@@ -53,19 +53,54 @@ def _refusal(context: Any) -> str:
 
 
 def test_the_fake_is_as_the_contract_says() -> None:
-    from kvweave.integrations.sglang.checks import differences
+    from kvweave.integrations.sglang.checks import CHUNKS, differences
 
     assert differences(fake.find) == []
+    # The fake's code is its own, so what SGLang's code names is not asked of it.
+    called = {name: needed for name, needed in CHUNKS.items() if not name.endswith("!")}
+    assert differences(fake.find, called) == []
 
 
 def test_the_real_one_is_as_the_contract_says() -> None:
     """Run by `make test-sglang`; without SGLang, its absence is what is found."""
-    from kvweave.integrations.sglang.checks import CONTRACT, differences
+    from kvweave.integrations.sglang.checks import CHUNKS, CONTRACT, differences
 
-    if find_spec("sglang") is None:
-        assert differences() == [f"{name} is not there" for name in CONTRACT]
-    else:
-        assert differences() == []
+    for contract in (CONTRACT, CHUNKS):
+        absent = [f"{name.removesuffix('!')} is not there" for name in contract]
+        expected = absent if find_spec("sglang") is None else []
+        assert differences(contract=contract) == expected
+
+
+@pytest.mark.usefixtures("sglang")
+def test_code_that_names_something_else_is_a_difference() -> None:
+    from kvweave.integrations.sglang.checks import differences
+
+    name = "sglang.srt.managers.schedule_policy:PrefillAdder.add_chunked_req!"
+    assert differences(fake.find, {name: ("chunked_req_limit", "extend_end")}) == []
+    [found] = differences(fake.find, {name: ("chunked_req_limit", "chunk_end")})
+    assert found == f"{name[:-1]} has no chunk_end"
+
+
+@pytest.mark.usefixtures("sglang")
+def test_without_what_chunks_need_there_is_one_run_and_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvweave.integrations.sglang import checks
+
+    monkeypatch.setattr(checks, "CHUNKS", {})
+    no_chunks = SimpleNamespace(disable_overlap_schedule=True, chunked_prefill_size=-1)
+    [applied] = checks.without_chunks()
+    assert "has not applied the plug-in's hooks" in applied
+    from kvweave.integrations.sglang.chunks import register_hooks
+
+    register_hooks()
+    assert checks.without_chunks() == []
+    monkeypatch.setattr(
+        sys.modules["sglang.srt.runtime_context"], "get_schedule", lambda: no_chunks
+    )
+    assert checks.without_chunks() == ["--chunked-prefill-size turns chunks off"]
+    monkeypatch.setattr(checks, "CHUNKS", {"sglang.srt.nowhere:Adder.add": ()})
+    assert checks.without_chunks() == ["in this SGLang, sglang.srt.nowhere:Adder.add is not there"]
 
 
 @pytest.mark.usefixtures("sglang")

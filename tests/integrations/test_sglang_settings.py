@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.config import FuzzyConfig
 from kvweave.errors import ConfigError
-from kvweave.integrations.sglang.settings import NAMES, read_settings
+from kvweave.integrations.sglang.settings import NAMES, PluginConfig, read_settings
 
 
 def test_without_settings_the_engines_defaults_hold() -> None:
-    assert read_settings({}) == FuzzyConfig()
-    assert all(hasattr(FuzzyConfig(), name) for name in NAMES)
+    assert read_settings({}) == PluginConfig()
+    assert all(hasattr(PluginConfig(), name) for name in NAMES)
 
 
 def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
@@ -33,6 +32,8 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         ({"KVWEAVE_FUZZY_MAX_SHARE": "nan"}, None, "KVWEAVE_FUZZY_MAX_SHARE is a share"),
         ({"KVWEAVE_FUZZY_MIN_SPAN": "20"}, None, "below 2 x KVWEAVE_FUZZY_STRIDE - 1 = 31"),
         ({"KVWEAVE_FUZZY_PROVIDER": "mine"}, None, "no setting of the plug-in; it has KVWEAVE_"),
+        ({"KVWEAVE_FUZZY_MIN_CHUNK_SPAN": "0"}, None, "FUZZY_MIN_CHUNK_SPAN must be 1 or more"),
+        ({"KVWEAVE_FUZZY_REFRESH_TOKENS": "-1"}, None, "REFRESH_TOKENS must be 0 or more"),
         ({}, '{"colour": 1}', "'colour' in "),
         ({}, '{"stride": true}', "takes a whole number, not True"),
         ({}, '{"stride": 16.5}', "takes a whole number, not 16.5"),

@@ -6,6 +6,7 @@ installed, holds SGLang to the same list.
 
 from __future__ import annotations
 
+import functools
 import sys
 from array import array
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from support.fake_tree import (  # noqa: F401  (Allocator is for tests)
     MatchPrefixParams,
     MatchResult,
     RadixKey,
+    ReqToTokenPool,
     UnifiedRadixCache,
 )
 
@@ -49,6 +51,7 @@ class MHATokenToKVPool:
 class CacheInitParams:
     token_to_kv_pool_allocator: Any
     page_size: int
+    enable_metrics: bool = False
 
 
 @dataclass
@@ -61,6 +64,7 @@ class TreeCacheBuildContext:
     is_hybrid_ssm: bool = False
     disable_radix_cache: bool = False
     tp_size: int = 1
+    tp_rank: int = 0
 
 
 _registered: dict[str, Any] = {}
@@ -98,12 +102,24 @@ class ForwardMode(Enum):
 
 
 def get_schedule() -> Any:
-    return SimpleNamespace(disable_overlap_schedule=True)
+    return SimpleNamespace(disable_overlap_schedule=True, chunked_prefill_size=4096)
+
+
+def get_serving() -> Any:
+    return SimpleNamespace(served_model_name="some-model")
 
 
 class SamplingParams:
     def __init__(self, custom_params: dict[str, Any] | None = None) -> None:
         self.custom_params = custom_params
+
+
+@dataclass
+class ReqKvInfo:
+    req_pool_idx: int | None = None
+    cache_protected_len: int = 0
+    kv_committed_len: int = 0
+    kv_allocated_len: int = 0
 
 
 class Req:
@@ -135,8 +151,82 @@ class Req:
         self.prefix_len, self.host_hit_length = 0, 0
         self.last_node: Any = None
         self.lock: Any = None
-        self.kv = SimpleNamespace(cache_protected_len=0)
+        self.kv = ReqKvInfo()
         self.row = torch.zeros(0, dtype=torch.int64)
+        self.extend_end = 0
+        self.retracted_stain, self.cached_tokens_host = False, 0
+
+
+class AddReqResult(Enum):
+    CONTINUE = 1
+    OTHER = 2
+
+
+@dataclass
+class PrefillAdmission:
+    extend_end: int
+    is_chunked: bool
+
+
+class PrefillAdder:
+    """How much of which request the next batch computes: at most `chunk` tokens."""
+
+    def __init__(self, tree_cache: Any, chunk: int) -> None:
+        self.tree_cache, self.page_size = tree_cache, tree_cache.page_size
+        self.rem_chunk_tokens = chunk
+        self.chunked_req_limit: int | None = None
+        self.new_chunked_req: Any = None
+        self.log_hit_tokens = self.log_host_hit_tokens = self.reprocessed_log_hit_tokens = 0
+
+    @property
+    def rem_total_tokens(self) -> int:
+        free: int = self.tree_cache.token_to_kv_pool_allocator.available_size()
+        return free + int(self.tree_cache.evictable_size())
+
+    def _select_prefill_admission(
+        self, req: Any, *, host_hit_length: int, has_chunked_req: bool
+    ) -> Any:
+        begin, end = req.prefix_len + host_hit_length, len(req.full_untruncated_fill_ids)
+        if end - begin <= self.rem_chunk_tokens:
+            return PrefillAdmission(end, False)
+        return PrefillAdmission(begin + self.rem_chunk_tokens, True)
+
+    def add_chunked_req(self, req: Any) -> Any:
+        limits = [at for at in (self.rem_chunk_tokens, self.chunked_req_limit) if at is not None]
+        assert min(limits) > 0
+        end = len(req.full_untruncated_fill_ids)
+        req.extend_end = min(end, req.prefix_len + min(limits))
+        return req if req.extend_end < end else None
+
+
+class HookType(Enum):
+    AROUND = 1
+    AFTER = 2
+
+
+class HookRegistry:
+    """Applies at once what SGLang applies when all plug-ins are loaded."""
+
+    _plain: dict[tuple[Any, str], Any] = {}
+
+    @classmethod
+    def reset(cls) -> None:
+        for (owner, name), original in cls._plain.items():
+            setattr(owner, name, original)
+
+    @classmethod
+    def register(cls, target: str, hook: Any, hook_type: HookType) -> None:
+        owner, name = globals().get(target.split(".")[-2]), target.split(".")[-1]
+        if owner is None:
+            return  # nothing here calls it
+        original = cls._plain.setdefault((owner, name), getattr(owner, name))
+
+        @functools.wraps(original)
+        def wrapped(*given: Any, **named: Any) -> Any:
+            assert hook_type is HookType.AROUND
+            return hook(original, *given, **named)
+
+        setattr(owner, name, wrapped)
 
 
 _MODULES = {
@@ -155,12 +245,14 @@ _MODULES = {
     ),
     "mem_cache.radix_cache": (RadixKey,),
     "mem_cache.unified_radix_cache": (UnifiedRadixCache,),
-    "mem_cache.memory_pool": (MHATokenToKVPool,),
+    "mem_cache.memory_pool": (MHATokenToKVPool, ReqToTokenPool),
     "layers.radix_attention": (RadixAttention,),
     "model_executor.forward_batch_info": (ForwardMode,),
-    "managers.schedule_batch": (Req,),
+    "managers.schedule_batch": (Req, ReqKvInfo),
+    "managers.schedule_policy": (AddReqResult, PrefillAdder),
+    "plugins.hook_registry": (HookRegistry, HookType),
     "sampling.sampling_params": (SamplingParams,),
-    "runtime_context": (get_schedule,),
+    "runtime_context": (get_schedule, get_serving),
 }
 
 
@@ -170,6 +262,7 @@ def installed() -> Iterator[None]:
     put = {name for name in sys.modules if name.partition(".")[0] == "sglang"}
     kept = {name: sys.modules.pop(name) for name in [*put, *_plugin_modules()]}
     _registered.clear()
+    HookRegistry.reset()
     for name, things in _MODULES.items():
         path = f"sglang.srt.{name}"
         ends = [at for at, character in enumerate(path) if character == "."]

@@ -53,6 +53,20 @@ class RadixKey:
         return [(space, tuple(ids[at : at + size])) for at in range(0, len(ids) - size + 1, size)]
 
 
+class ReqToTokenPool:
+    """The rows of slots; here, each request keeps its own."""
+
+    def __init__(self) -> None:
+        self.holders: dict[int, Any] = {}
+
+    def write(self, indices: Any, values: torch.Tensor) -> None:
+        number, where = indices
+        req = self.holders[number]
+        assert where.start == len(req.row), "the row has a gap, or is written over"
+        assert where.stop - where.start == len(values)
+        req.row = torch.cat([req.row, values])
+
+
 @dataclass(eq=False)
 class Node:
     """One page."""
@@ -99,6 +113,7 @@ class UnifiedRadixCache:
     def __init__(self, params: Any) -> None:
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size = params.page_size
+        self.req_to_token_pool = ReqToTokenPool()
         self._clock = 0
         self.reset()
 
@@ -169,6 +184,9 @@ class UnifiedRadixCache:
             leaf = min(leaves, key=lambda at: at.used)
             self.token_to_kv_pool_allocator.free(leaf.slots)
             del leaf.parent.children[leaf.edge]
+
+    def evictable_size(self) -> int:
+        return sum(len(at.slots) for at in self.nodes() if not at.locks)
 
     def nodes(self) -> list[Node]:
         found, stack = [], [self.root]

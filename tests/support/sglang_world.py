@@ -14,16 +14,18 @@ import numpy as np
 import torch
 
 import support.fake_sglang as fake
-from kvweave.config import FuzzyConfig
+from kvweave.integrations.sglang.settings import PluginConfig
 from kvweave.kv.layout import LayerLayout, Rotary
 from kvweave.kv.relocation import relocate
 
-SMALL = FuzzyConfig(
+SMALL = PluginConfig(
     stride=4,
     min_span=8,
     min_suffix=2,
     sink_tokens=2,
     min_reuse_ratio=0.0,
+    refresh_tokens=0,
+    min_chunk_span=8,
 )
 _LAYERS, _HEADS, _DIM = 2, 2, 8
 _ROTARY = Rotary(1.0 / 100.0 ** (np.arange(_DIM // 2) / (_DIM // 2)))
@@ -34,12 +36,21 @@ class Server:
     """One rank: a pool, a cache, and requests that run one step at a time."""
 
     def __init__(
-        self, slots: int = 512, page_size: int = 1, config: FuzzyConfig = SMALL, alone: bool = True
+        self,
+        slots: int = 512,
+        page_size: int = 1,
+        config: PluginConfig = SMALL,
+        alone: bool = True,
+        chunk: int | None = 4096,
     ) -> None:
+        """`chunk`: most tokens that a step computes of a prompt; None: no hooks, and all of it."""
         from kvweave.integrations.sglang.cache import FuzzyRadixCache
+        from kvweave.integrations.sglang.chunks import register_hooks
         from kvweave.integrations.sglang.mirror import Mirror
         from kvweave.integrations.sglang.mover import PoolMover
 
+        register_hooks()
+        self._chunk = chunk or 10**9
         self.page_size = page_size
         self.pool = fake.MHATokenToKVPool(slots, page_size, _LAYERS, _HEADS, _DIM)
         self.allocator = fake.Allocator(slots, page_size, self.pool)
@@ -47,7 +58,7 @@ class Server:
         self.cache = FuzzyRadixCache(fake.CacheInitParams(self.allocator, page_size))
         self.mover = PoolMover(self.pool, layouts, None)
         mirror = Mirror(page_size, slots // page_size, config)
-        self.cache.attach(mirror, self.mover, alone=alone)
+        self.cache.attach(mirror, self.mover, config, alone=alone, chunked=chunk is not None)
 
     def match(self, req: fake.Req) -> int:
         """As a waiting request is matched; the host hit that it is promised."""
@@ -70,18 +81,45 @@ class Server:
         return loaded
 
     def prefill(self, req: fake.Req) -> int:
-        """Admit a request and compute its prompt; tokens that it was lent."""
+        """Admit a request and compute its prompt, chunk by chunk; tokens that it was lent."""
+        before = self.cache.counts["lent_tokens"]
+        more = self.admit(req)
+        while more:
+            more = self.go_on(req)
+        return int(self.cache.counts["lent_tokens"] - before)
+
+    def admit(self, req: fake.Req) -> bool:
+        """Admit a request and compute its first chunk; whether there are more."""
         self.match(req)
         req.lock = self.cache.lock(req.last_node)
-        lent = self.load(req)
-        prefix = self.cache.prefix_device_indices(req)
-        assert len(prefix) == req.prefix_len
-        ids = req.full_untruncated_fill_ids
-        fresh = self._room(len(ids) - len(prefix))
-        req.row = torch.cat([prefix, fresh])
-        self._compute(req, req.prefix_len)
-        self._checkpoint(req)
-        return lent
+        adder: Any = fake.PrefillAdder(self.cache, self._chunk)
+        asked = {"host_hit_length": req.host_hit_length, "has_chunked_req": False}
+        admission = adder._select_prefill_admission(req, **asked)
+        if not self.load(req) and req.host_hit_length:
+            asked["host_hit_length"] = 0
+            admission = adder._select_prefill_admission(req, **asked)
+        req.row = self.cache.prefix_device_indices(req)
+        assert len(req.row) == req.prefix_len
+        req.kv.req_pool_idx = id(req)
+        self.cache.req_to_token_pool.holders[id(req)] = req
+        req.extend_end = admission.extend_end
+        self._extend(req)
+        return bool(admission.is_chunked)
+
+    def go_on(self, req: fake.Req) -> bool:
+        """Compute the next chunk; whether there are more."""
+        adder: Any = fake.PrefillAdder(self.cache, self._chunk)
+        more = adder.add_chunked_req(req) is not None
+        self._extend(req)
+        return more
+
+    def _extend(self, req: fake.Req) -> None:
+        fresh = self._room(req.extend_end - req.prefix_len)
+        req.row = torch.cat([req.row, fresh])
+        self._compute(req, req.prefix_len, req.extend_end)
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end
+        self._checkpoint(req, req.extend_end)
+        req.prefix_len = req.extend_end
 
     def decode(self, req: fake.Req, token: int) -> None:
         """Append one token."""
@@ -89,18 +127,19 @@ class Server:
         ids.append(token)
         if len(ids) > len(req.row):
             req.row = torch.cat([req.row, self._room(1)])
-        self._compute(req, len(ids) - 1)
+        self._compute(req, len(ids) - 1, len(ids))
 
     def release(self, req: fake.Req, *, finished: bool = True) -> None:
         """The request ends, or is retracted: its slots go back."""
         if finished:
-            self._checkpoint(req)
+            self._checkpoint(req, len(req.full_untruncated_fill_ids))
         owned = req.row[req.kv.cache_protected_len :]
         if len(owned):
             self.allocator.free(owned)
         self.cache.unlock(req.lock)
         self.cache.on_release(req, checkpointed=finished)
-        req.lock, req.kv.cache_protected_len = None, 0
+        self.cache.req_to_token_pool.holders.pop(req.kv.req_pool_idx, None)
+        req.lock, req.kv = None, fake.ReqKvInfo()
 
     def run(self, tokens: Sequence[int], output: Sequence[int] = (), **about: Any) -> int:
         """A whole request; tokens that it was lent."""
@@ -128,22 +167,23 @@ class Server:
 
     def _check_row(self, req: fake.Req) -> None:
         ids = req.full_untruncated_fill_ids
-        slots = req.row[: len(ids)]
+        done = min(len(ids), len(req.row))
+        ids, slots = ids[:done], req.row[:done]
         for layer in range(_LAYERS):
             keys, values = self.pool.k_buffer[layer][slots], self.pool.v_buffer[layer][slots]
             torch.testing.assert_close(values, _CODES[list(ids)])
             torch.testing.assert_close(keys, _keys(ids, 0), atol=1e-4, rtol=1e-4)
 
-    def _compute(self, req: fake.Req, begin: int) -> None:
-        ids = req.full_untruncated_fill_ids[begin:]
+    def _compute(self, req: fake.Req, begin: int, end: int) -> None:
+        ids = req.full_untruncated_fill_ids[begin:end]
         slots = req.row[begin : begin + len(ids)]
         for layer in range(_LAYERS):
             self.pool.k_buffer[layer][slots] = _keys(ids, begin)
             self.pool.v_buffer[layer][slots] = _CODES[list(ids)]
 
-    def _checkpoint(self, req: fake.Req) -> None:
+    def _checkpoint(self, req: fake.Req, up_to: int) -> None:
         if not req.skip_radix_cache_insert:
-            self.cache.checkpoint(req, up_to=len(req.full_untruncated_fill_ids))
+            self.cache.checkpoint(req, up_to=up_to)
 
     def _room(self, tokens: int) -> torch.Tensor:
         need = -(-tokens // self.page_size) * self.page_size

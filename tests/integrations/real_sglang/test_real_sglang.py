@@ -1,4 +1,4 @@
-"""The plug-in in SGLang itself: what is served, what it answers, and that its memory adds up.
+"""The plug-in in SGLang itself, with the packaged model: what is lent, what it answers, how soon.
 
 SGLang's strict memory checks run at every step: it stops when a slot is lost or counted twice.
 """
@@ -10,23 +10,22 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import ENVIRONMENT, Engine, lent, running, server_arguments
 
 COMMON = "Below is a list of rooms. Each has a team, a state and a door. No more is known of them."
-"""Ends both rules, so that a page that holds the end of one is found behind the other, too."""
 RULES = tuple(f"{rule} {COMMON}\n" for rule in ("Answer in a few words.", "Read, and be brief."))
 FUZZY = {"radix_cache_backend": "fuzzy_match"}
 SETTINGS = {
-    "overlapped": ({}, {}),
-    "paged, chunked, retracted": (
-        {"SGLANG_TEST_RETRACT": "1"},
-        {"disable_overlap_schedule": True, "page_size": 16, "chunked_prefill_size": 128},
-    ),
+    "overlapped": {},
+    "paged": {"disable_overlap_schedule": True, "page_size": 16},
 }
+HEAD = 32
+"""The first tokens of a run, which are computed again: --fuzzy-refresh-tokens."""
 
 
 def _document(number: int, sentences: int = 4) -> str:
@@ -44,10 +43,15 @@ def _prompt(rule: str, number: int, question: str, sentences: int = 4) -> str:
     return f"{rule}\nText:\n{_document(number, sentences)}\n\nQuestion: {question}\nAnswer:"
 
 
-pytestmark = pytest.mark.timeout(1800)  # starting SGLang takes a minute on an idle core
+pytestmark = pytest.mark.timeout(3600)  # starting SGLang takes a minute on an idle core
 
 PLAIN = [_prompt(f"Rule {at}.", 100 + at, f"What about {at}?") for at in range(6)]
 """Prompts that share nothing but a few words."""
+
+
+def is_as_computed(probed: Sequence[dict[str, Any]]) -> bool:
+    """Keys and values of the first layer are within 1e-4, absolute and relative together."""
+    return all(at["key"] < 1e-4 and at["value"] < 1e-4 for at in probed if "lent" in at)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +65,8 @@ def plain_answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    environment, arguments = SETTINGS[request.param]
     probe = tmp_path_factory.mktemp("engine") / "probe"
-    with running(probe, environment, **FUZZY, **arguments) as started:
+    with running(probe, {}, **FUZZY, **SETTINGS[request.param]) as started:
         yield started
 
 
@@ -74,62 +77,93 @@ def test_without_reuse_answers_are_those_of_sglang(
     assert found == [(text, 0) for text in plain_answers]
 
 
-def test_a_moved_document_is_lent_and_its_keys_are_as_fresh_ones(engine: Engine) -> None:
-    engine.answer(_prompt(RULES[0], 1, "Which halls?"))
-    engine.answer(_prompt(RULES[1], 2, "Which halls?"))
-    before = len(engine.probed())
-    found = [engine.answer(_prompt(RULES[1], 1, question)) for question in ("Who?", "What door?")]
-    assert all(tokens > 100 for _, tokens in found), found
-    probed = engine.probed()[before:]
-    assert len(probed) >= 2
-    assert all(at["key"] < 1e-4 and at["value"] < 1e-4 for at in probed), probed
+def test_a_document_is_lent_behind_instructions_that_were_never_seen(engine: Engine) -> None:
+    """12 of them: how much, how close the next token is, and how much sooner it comes."""
+    from kvweave.engine.selfcheck.measure import kl_divergence
+
+    sentences = 22
+    _, taught = engine.first_token(_prompt(RULES[0], 1, "Which halls?", sentences))
+    _, empty = engine.first_token(_prompt(RULES[0], 1, "Which halls?", 0))
+    document = _tokens(taught) - _tokens(empty)
+    begin = len(engine.probed())
+    shares, divergences = [], []
+    times: dict[str, list[float]] = {"lent": [], "computed": []}
+    same = 0
+    for at in range(12):
+        new = f"Instruction {7 * at + 3}: in {at + 2} words, from the text only, for building {at}."
+        prompt = _prompt(new, 1, f"Which door is the key behind, case {at}?", sentences)
+        seconds, found = engine.first_token(prompt)
+        times["lent"].append(seconds)
+        shares.append(lent(found) / document)
+        seconds, alone = engine.first_token(prompt, cold=f"time {at}")
+        times["computed"].append(seconds)
+        assert alone["meta_info"]["cached_tokens"] == 0
+        warm, found = engine.next_token(prompt + " ")
+        cold, _ = engine.next_token(prompt + " ", cold=f"next {at}")
+        assert lent(found) > 0.85 * document, "the text before the answer is lent as well"
+        divergences.append(float(kl_divergence(cold[None], warm[None])))
+        same += int(cold.argmax() == warm.argmax())
+    middle = {arm: statistics.median(taken) for arm, taken in times.items()}
+    probed = engine.probed()[begin:]
+    print(
+        f"\n{_tokens(found)} tokens, document {document}; n = 12: lent {min(shares):.3f} to "
+        f"{max(shares):.3f} of the document; first token: medians {middle}, "
+        f"{middle['computed'] / middle['lent']:.2f} times sooner; next token: KL mean "
+        f"{statistics.mean(divergences):.4f}, most {max(divergences):.4f} nats, same {same}; "
+        f"layer 0: keys {max(at['key'] for at in probed):.1e}, "
+        f"values {max(at['value'] for at in probed):.1e}"
+    )
+    assert min(shares) >= 0.9
+    assert len(probed) == 24
+    assert is_as_computed(probed)
+    assert statistics.mean(divergences) < 0.1
+    assert middle["computed"] > 2 * middle["lent"]
+
+
+def _tokens(found: dict[str, Any]) -> int:
+    return int(found["meta_info"]["prompt_tokens"])
+
+
+@pytest.mark.parametrize("donors", [1, 3])
+def test_passages_in_another_order_behind_a_new_instruction_are_all_lent(
+    engine: Engine, donors: int
+) -> None:
+    passages = [_document(300 + 10 * donors + at) for at in range(4)]
+    for donor in range(donors):
+        texts = "\n".join(passages[donor::donors])
+        engine.answer(f"{RULES[0]}\nTexts {donor}:\n{texts}\n\nQuestion: Which?\nAnswer:", 1)
+    begin = len(engine.probed())
+    order = "\n".join(passages[at] for at in (2, 0, 3, 1))
+    prompt = (
+        f"Reader {donors}, say which hall is meant.\nTexts:\n{order}\n\nQuestion: Who?\nAnswer:"
+    )
+    _, tokens = engine.answer(prompt, 1)
+    probed = engine.probed()[begin:]
+    print(f"\n{donors} donors: {[(at['start'], at['lent']) for at in probed]}")
+    assert len(probed) == 4
+    assert sum(at["lent"] for at in probed) == tokens
+    assert is_as_computed(probed)
+    assert engine.counts()["lent_runs"] >= 4
+
+
+def test_a_document_behind_a_known_rule_is_lent(engine: Engine) -> None:
+    """Also at the second time: what was lent is not in the tree."""
+    engine.answer(_prompt(RULES[0], 31, "Which halls?"))
+    engine.answer(_prompt(RULES[1], 32, "Which halls?"))
+    found = [engine.answer(_prompt(RULES[1], 31, question)) for question in ("Who?", "What door?")]
+    assert all(tokens > 100 - HEAD for _, tokens in found), found
 
 
 def test_who_opts_out_is_computed(engine: Engine) -> None:
     for rule, number in zip(RULES, (3, 4), strict=True):
         engine.answer(_prompt(rule, number, "Which halls?"))
-    assert engine.answer(_prompt(RULES[1], 3, "What state?"))[1] > 100
+    assert engine.answer(_prompt(RULES[1], 3, "What state?"))[1] > 100 - HEAD
     opted_out = {"custom_params": {"kvweave_fuzzy": False}}
     assert engine.answer(_prompt(RULES[1], 3, "Which state?"), **opted_out)[1] == 0
-
-
-def test_two_hundred_mixed_requests_leave_nothing_behind(engine: Engine) -> None:
-    """Known and new documents behind known rules, eight at a time, twice what the pool holds."""
-    chance = random.Random(5)
-    before = len(engine.probed())
-    served = retracted = 0
-    for batch in range(25):
-        prompts = [
-            _prompt(chance.choice(RULES), chance.randrange(40), f"What of {batch}-{at}?")
-            for at in range(8)
-        ]
-        for found in engine.ask(prompts, 6):
-            served += lent(found) > 0
-            retracted += found["meta_info"]["num_retractions"]
-            assert found["meta_info"]["completion_tokens"] == 6
-    probed = engine.probed()[before:]
-    print(f"{served} of 200 lent, {len(probed)} spans in all, {retracted} retractions")
-    assert served > 20
-    assert all(at["key"] < 1e-4 and at["value"] < 1e-4 for at in probed)
     assert engine.flush(), "SGLang holds slots that nobody owns"
 
 
-def test_the_first_token_comes_sooner(tmp_path: Path) -> None:
-    """Each long document once computed and once lent, alternately; medians of both."""
-    with running(tmp_path / "probe", {"KVWEAVE_PROBE": ""}, **FUZZY) as engine:
-        for at, rule in enumerate(RULES):
-            engine.first_token(_prompt(rule, 90 + at, "Warm?"))
-        times: dict[str, list[float]] = {"computed": [], "lent": []}
-        for number in range(200, 207):
-            for arm, rule in zip(times, RULES, strict=True):
-                times[arm].append(engine.first_token(_prompt(rule, number, "Which?", 20)))
-        [last] = engine.ask([_prompt(RULES[1], 206, "Where?", 20)], 1)
-    middle = {arm: statistics.median(taken) for arm, taken in times.items()}
-    print(f"first token, n = 7, {last['meta_info']['prompt_tokens']} tokens: {middle}")
-    assert middle["computed"] > 2 * middle["lent"]
-
-
-def test_what_cannot_be_served_is_refused_at_start() -> None:
+def test_what_cannot_be_served_is_refused_at_start(tmp_path: Path) -> None:
     """The server ends, and its log says why."""
     command = [sys.executable, "-m", "sglang.launch_server", *server_arguments()]
     command += ["--radix-cache-backend", "fuzzy_match", "--disable-radix-cache"]

@@ -1,6 +1,6 @@
 """A second plug-in, for tests: in SGLang's scheduler, holds lent KV against computed KV.
 
-Wherever a span is lent, its first layer's keys and values are computed afresh from the tokens, and
+Wherever a run is lent, its first layer's keys and values are computed afresh from the tokens, and
 the largest differences are appended, a JSON line each, to the file that KVWEAVE_PROBE names.
 """
 
@@ -17,45 +17,63 @@ def register() -> None:
     file = os.environ.get("KVWEAVE_PROBE")
     if not file:
         return
-    from kvweave.integrations.sglang import factory
+    from kvweave.integrations.sglang import cache as module
 
-    build = factory.build_cache
+    build = module.build_cache
 
     def build_probed(context: Any) -> Any:
         cache = build(context)
         model = context.tp_worker.model_runner.model
-        load = cache.init_load_back
+        fill = cache.filled
 
-        def load_probed(params: Any) -> Any:
-            loaded = load(params)
-            if loaded[0]:
+        def fill_probed(req: Any, loan: Any) -> Any:
+            slots = fill(req, loan)
+            if slots is not None:
                 with open(file, "a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(_compared(cache, model, params.req, loaded[0])) + "\n")
-            return loaded
+                    compared = _compared(cache, model, req, loan.run, slots)
+                    lines.write(json.dumps(compared) + "\n")
+            return slots
 
-        cache.init_load_back = load_probed
+        release = cache.on_release
+
+        def release_probed(req: Any, *, checkpointed: bool) -> None:
+            left = len(req.full_untruncated_fill_ids) - (req.extend_end or 0)
+            if not checkpointed and left > 0 and req in cache.loans:
+                with open(file, "a", encoding="utf-8") as lines:
+                    lines.write(json.dumps({"aborted": req.rid, "left": left}) + "\n")
+            release(req, checkpointed=checkpointed)
+
+        cache.filled, cache.on_release = fill_probed, release_probed
         return cache
 
-    factory.build_cache = build_probed
+    module.build_cache = build_probed
 
 
-def _compared(cache: Any, model: Any, req: Any, lent: int) -> dict[str, float]:
+def _compared(cache: Any, model: Any, req: Any, run: Any, slots: Any) -> dict[str, Any]:
     from kvweave.integrations.sglang.layers import _Handed, _plain_batch, _stopped
 
-    start = req.prefix_len
     layer = model.model.layers[0]
-    tokens = torch.tensor(list(req.full_untruncated_fill_ids[start : start + lent]))
+    tokens = torch.tensor(list(req.full_untruncated_fill_ids[run.start : run.end]))
     with torch.inference_mode():
         hidden = layer.input_layernorm(model.model.embed_tokens(tokens))
         try:
             with _stopped(layer.self_attn.attn):
-                layer.self_attn(torch.arange(start, start + lent), hidden, _plain_batch())
+                layer.self_attn(torch.arange(run.start, run.end), hidden, _plain_batch())
         except _Handed as fresh:
-            slots = cache._lent[req]
             pool = cache.token_to_kv_pool_allocator.get_kvcache()
             pairs = (fresh.key, pool.get_key_buffer(0)), (fresh.value, pool.get_value_buffer(0))
-            key, value = (
-                (new.flatten() - kept[slots].flatten()).abs().max().item() for new, kept in pairs
-            )
-            return {"lent": lent, "start": start, "key": key, "value": value}
+            key, value = (_difference(new.flatten(), kept[slots].flatten()) for new, kept in pairs)
+            return {
+                "rid": req.rid,
+                "lent": run.length,
+                "start": run.start,
+                "donors": len(run.pieces),
+                "key": key,
+                "value": value,
+            }
     raise AssertionError("the first layer does not attend")
+
+
+def _difference(fresh: torch.Tensor, kept: torch.Tensor) -> float:
+    """The least tolerance, absolute and relative together, that both are equal within."""
+    return float(((fresh - kept).abs() / (1 + fresh.abs())).max())

@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 from kvweave.integrations import BACKEND
+from kvweave.integrations.sglang.chunks import register_hooks
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,10 @@ def register() -> None:
     offered = get_radix_cache_factory(BACKEND)
     if offered is None:
         register_radix_cache_backend(BACKEND, build)
+        try:
+            register_hooks()
+        except ImportError as error:
+            _log.warning("kvweave: this SGLang has no hooks for plug-ins: %s", error)
     elif offered is not build:
         _log.warning(
             "kvweave: another plug-in has registered the radix cache backend %r already; "

@@ -1,8 +1,8 @@
-"""SGLang's radix cache with moved spans behind the exact prefix, and its factory.
+"""SGLang's radix cache with moved runs, and its factory.
 
-The span takes the way that SGLang has for KV which is not on the device yet: `match_prefix`
-reports it as a host hit, admission calls `init_load_back`, and that fills slots which belong to the
-request.
+A run right behind the exact prefix takes the way that SGLang has for KV which is not on the device
+yet: `match_prefix` reports it as a host hit, admission calls `init_load_back`, and that fills slots
+which belong to the request. The runs behind it come in between prefill chunks, see `chunks`.
 
 What is approximate never spreads: a request that was lent a span never inserts anything again
 (`skip_radix_cache_insert`), and its slots are freed with it. So every donor is exact.
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -27,14 +28,16 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.runtime_context import get_schedule
+from sglang.srt.runtime_context import get_schedule, get_serving
 
 from kvweave.fuzzy.provider import Candidate
-from kvweave.integrations.sglang.checks import check_stack
+from kvweave.integrations.sglang.checks import check_stack, without_chunks
+from kvweave.integrations.sglang.counts import Counts
 from kvweave.integrations.sglang.layers import inspect_layers
 from kvweave.integrations.sglang.mirror import Mirror, as_tokens
 from kvweave.integrations.sglang.mover import PoolMover, SlotRun
-from kvweave.integrations.sglang.settings import read_settings
+from kvweave.integrations.sglang.runs import Run, runs_of
+from kvweave.integrations.sglang.settings import PluginConfig, read_settings
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Namespace, RequestView
 
@@ -83,28 +86,63 @@ class _Found(NamedTuple):
     limit: int | None
     """Tokens of the prompt that a prefix may cover, if SGLang set one (`RadixKey.limit`)."""
     version: int
-    pieces: list[Candidate]
+    runs: list[Run]
 
     @property
-    def served(self) -> int:
-        return sum(piece.length for piece in self.pieces)
+    def front(self) -> Run | None:
+        """The run directly behind the exact prefix."""
+        return self.runs[0] if self.runs and self.runs[0].start == self.exact else None
+
+
+class Loan(NamedTuple):
+    """A run, with the tokens of its donors' prompts up to where each piece ends there.
+
+    It stays valid whatever is published or evicted meanwhile.
+    """
+
+    run: Run
+    paths: tuple[IntArray, ...]
+
+    def donors(self) -> Iterator[tuple[Candidate, IntArray]]:
+        """Its pieces, each with its path."""
+        return zip(self.run.pieces, self.paths, strict=True)
 
 
 class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
-    """UnifiedRadixCache whose requests may be lent moved KV right behind their exact prefix."""
+    """UnifiedRadixCache whose requests may be lent moved KV, with their prefix and between chunks.
+
+    mirror: what can be found; mover: copies KV; counts: what was lent, and why some was not.
+    """
 
     mirror: Mirror
     mover: PoolMover
 
-    def attach(self, mirror: Mirror, mover: PoolMover, *, alone: bool = True) -> None:
-        """Begin to lend; the cache is empty still. `alone`: no other rank decides alike."""
-        self.mirror, self.mover, self._alone = mirror, mover, alone
-        self._lends = True
+    def attach(
+        self,
+        mirror: Mirror,
+        mover: PoolMover,
+        config: PluginConfig,
+        *,
+        alone: bool = True,
+        chunked: bool = True,
+    ) -> None:
+        """Begin to lend; the cache is empty still.
+
+        `alone`: no other rank decides alike. `chunked`: chunks may be ended for runs.
+        """
+        self.mirror, self.mover, self._config = mirror, mover, config
+        self.alone, self.chunked = alone, chunked
+        self.lends = True
+        """Until a fault of ours."""
         self._found: WeakKeyDictionary[Any, _Found] = WeakKeyDictionary()
         """By request: a waiting one is matched again at every step."""
         self._lent: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
-        """By request: the slots that its span was copied to, until they are in its row."""
-        self.counts = dict.fromkeys(("lent", "lent_tokens", "gone", "no_room", "failed"), 0)
+        """By request: the slots of its host hit, until they are in its row."""
+        self._served: WeakSet[Any] = WeakSet()
+        """Requests that were lent something, and therefore insert nothing."""
+        self.loans: WeakKeyDictionary[Any, deque[Loan]] = WeakKeyDictionary()
+        """By request that is computed in chunks: the runs to come, first one first."""
+        self.counts = Counts()
 
     # Looking up.
 
@@ -115,17 +153,17 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = super().match_prefix(params)
         req = params.req
-        if req is None or not self._lends or not may_be_moved(req):
+        if req is None or not self.lends or not may_be_moved(req):
             return result
         try:
             found = self._look_up(req, params.key, result.device_prefix_len)
         except Exception:
-            self._stop("looking for donors")
+            self.stop("looking for donors")
             return result
-        if not found.pieces:
+        if found.front is None:
             return result
         return result._replace(
-            host_hit_length=found.served,
+            host_hit_length=found.front.length,
             last_host_node=result.last_device_node,
             best_match_node=result.last_device_node,
         )
@@ -136,25 +174,50 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if known is not None and known[:4] == (exact, length, key.limit, self.mirror.version):
             return known
         view = RequestView(req.rid, as_tokens(key.token_ids), namespace_of(key))
-        pieces: list[Candidate] = []
+        runs: list[Run] = []
         for _ in range(_STALE_TRIES):
-            pieces = self.mirror.find(view, exact, key.limit)
-            if all(self._donor(piece, view.namespace) is not None for piece in pieces):
+            runs = runs_of(
+                self.mirror.find(view, exact),
+                exact=exact,
+                length=length,
+                limit=key.limit,
+                page_size=self.page_size,
+                config=self._config,
+                chunked=self.chunked,
+            )
+            if all(self._is_there(run, view.namespace) for run in runs):
                 break
-            pieces = []
-        found = _Found(exact, length, key.limit, self.mirror.version, pieces)
+            runs = []
+        found = _Found(exact, length, key.limit, self.mirror.version, runs)
         self._found[req] = found
         return found
 
-    def _donor(self, piece: Candidate, namespace: Namespace) -> Any | None:
+    def _is_there(self, run: Run, namespace: Namespace) -> bool:
+        """Whether SGLang's tree has all of the run's donors; the mirror forgets those that went."""
+        return all(
+            self._donor(piece, path, namespace) is not None
+            for piece, path in self._loan(run).donors()
+        )
+
+    def _loan(self, run: Run) -> Loan:
+        """`run`, which was found in the mirror as it is now."""
+        return Loan(run, tuple(self.mirror.path(piece) for piece in run.pieces))
+
+    def _donor(self, piece: Candidate, path: IntArray, namespace: Namespace) -> Any | None:
         """The node of SGLang's tree where this donor ends; None if it is not there any more."""
-        key = _key(self.mirror.path(piece), namespace)
-        match = super().match_prefix(MatchPrefixParams(key=key))
+        match = super().match_prefix(MatchPrefixParams(key=_key(path, namespace)))
         if match.device_prefix_len >= piece.donor_end:
             return match.last_device_node
-        self.counts["gone"] += 1
-        self.mirror.drop(piece, match.device_prefix_len)
+        self.counts.add("gone")
+        self.mirror.drop(namespace, path, match.device_prefix_len)
         return None
+
+    def loans_behind(self, req: Any, position: int) -> list[Loan]:
+        """The runs to come behind `position`, of a request that is about to be admitted."""
+        found = self._found.get(req)
+        if found is None or found.version != self.mirror.version:  # a donor just went
+            return [loan for loan in self.loans.get(req, ()) if loan.run.start > position]
+        return [self._loan(run) for run in found.runs if run.start > position]
 
     # Lending.
 
@@ -162,44 +225,53 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return False
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any]:
-        """Fill slots of the request's own with the reported span; 0 and no slots if that fails."""
+        """Fill slots of the request's own with the reported run; 0 and no slots if that fails."""
         req = params.req
         found = self._found.get(req)
         nothing = 0, req.last_node
-        if found is None or found.version != self.mirror.version:
+        if found is None or found.front is None or found.version != self.mirror.version:
             return nothing  # its donors may have other names by now
-        if (req.prefix_len, params.host_hit_length) != (found.exact, found.served):
+        if (req.prefix_len, params.host_hit_length) != (found.exact, found.front.length):
             return nothing
-        slots = self._filled(found, namespace_of(req))
+        slots = self.filled(req, self._loan(found.front))
         if slots is None:
-            self._found[req] = found._replace(pieces=[])  # until something else is to be found
+            # Until something else is to be found; what it may still get, it was promised already.
+            self._found[req] = found._replace(runs=found.runs[1:])
             return nothing
         self._lent[req] = slots
-        req.skip_radix_cache_insert = True
-        for piece in found.pieces:
-            self.mirror.use(piece)
-        self.counts["lent"] += 1
-        self.counts["lent_tokens"] += len(slots)
-        _log.debug("%s: %d tokens moved behind %d exact", req.rid, len(slots), found.exact)
+        self.lent(req, found.front)
         return len(slots), req.last_node
 
-    def _filled(self, found: _Found, namespace: Namespace) -> torch.Tensor | None:
-        locks = []
+    def lent(self, req: Any, run: Run) -> None:
+        """The request has slots with this run: nothing of it is inserted from now on."""
+        if req not in self._served:
+            self._served.add(req)
+            self.counts.add("lent_requests")
+            req.skip_radix_cache_insert = True
+        self.counts.add("lent_runs")
+        self.counts.add("lent_tokens", run.length)
+        _log.debug("%s: positions %d to %d lent", req.rid, run.start, run.end)
+
+    def filled(self, req: Any, loan: Loan) -> torch.Tensor | None:
+        """New slots that hold the run; None, and no slots, if a donor, room or the copy fails."""
+        namespace, locks = namespace_of(req), []
         try:
             sources = []
-            for piece in found.pieces:
-                node = self._donor(piece, namespace)
+            for piece, path in loan.donors():
+                node = self._donor(piece, path, namespace)
                 if node is None:
                     return None
                 locks.append(self.lock(node))
-                path = self.path_device_indices(node)
-                sources.append(path[piece.donor_start : piece.donor_end])
-            slots = self._room(found.served)
+                held = self.path_device_indices(node)
+                sources.append(held[piece.donor_start : piece.donor_end])
+            slots = self._room(loan.run.length)
             if slots is None:
-                self.counts["no_room"] += 1
-            elif not self._moved(_runs(found.pieces, sources, slots)):
+                self.counts.add("no_room")
+            elif not self._moved(_slot_runs(loan.run.pieces, sources, slots)):
                 self.token_to_kv_pool_allocator.free(slots)
-                slots = None
+                return None
+            for path in loan.paths:
+                self.mirror.use(namespace, path)
             return slots
         finally:
             for lock in locks:
@@ -209,9 +281,9 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         try:
             self.mover.move(runs)
         except Exception:
-            if not self._alone:
+            if not self.alone:
                 raise  # other ranks have moved theirs, and would go on without this one
-            self.counts["failed"] += 1
+            self.counts.add("failed")
             if self.counts["failed"] == 1:
                 _log.exception("moving KV failed; requests go on with their exact prefix")
             return False
@@ -238,30 +310,42 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         super().checkpoint(req, up_to=up_to, **kwargs)
-        if not self._lends:
+        if not self.lends:
             return
         kept = as_tokens(req.full_untruncated_fill_ids[: req.kv.cache_protected_len])
         try:
             self.mirror.add(req.rid, namespace_of(req), kept)
         except Exception:
-            self._stop("noting what is cached")
+            self.stop("noting what is cached")
 
-    def _stop(self, doing: str) -> None:
+    def stop(self, doing: str) -> None:
         """A fault of ours: from now on, a plain cache. The same happens on every rank."""
-        self._lends = False
+        self.lends = False
         _log.exception("kvweave failed at %s, and moves no KV until the next start", doing)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
-        self._lent.pop(req, None)
-        self._found.pop(req, None)
+        for kept in (self._lent, self._found, self.loans):
+            kept.pop(req, None)
+        if req in self._served:  # a retracted request comes back, and may be computed exactly
+            self._served.discard(req)
+            req.skip_radix_cache_insert = False
 
     def reset(self) -> None:
         super().reset()
         if hasattr(self, "mirror"):  # the base class's constructor begins with a reset
             self.mirror.clear()
-            self._found.clear()
-            self._lent.clear()
+            for kept in (self._lent, self._found, self.loans, self._served):
+                kept.clear()
+
+    def state(self) -> dict[str, Any]:
+        """What /server_info shows."""
+        return {
+            "lends": self.lends,
+            "between_chunks": self.chunked,
+            **self.counts.as_dict(),
+            "index": self.mirror.stats(),
+        }
 
 
 def _key(tokens: IntArray, namespace: Namespace) -> RadixKey:
@@ -270,7 +354,7 @@ def _key(tokens: IntArray, namespace: Namespace) -> RadixKey:
     return RadixKey(ids, extra_key=namespace.adapter, cache_salt=namespace.salt)
 
 
-def _runs(
+def _slot_runs(
     pieces: Sequence[Candidate], sources: Sequence[torch.Tensor], slots: torch.Tensor
 ) -> list[SlotRun]:
     targets = torch.split(slots, [piece.length for piece in pieces])
@@ -287,6 +371,12 @@ def build_cache(context: Any) -> FuzzyRadixCache:
     """See `kvweave.integrations.sglang.build`."""
     config = read_settings()
     check_stack(context)
+    why_not = without_chunks()
+    for reason in why_not:
+        _log.warning(
+            "kvweave moves text only directly behind a cached prefix, one run per prompt: %s",
+            reason,
+        )
     runner, allocator = context.tp_worker.model_runner, context.params.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
     layouts = inspect_layers(
@@ -302,6 +392,8 @@ def build_cache(context: Any) -> FuzzyRadixCache:
     size = context.params.page_size
     mirror = Mirror(size, max(1, allocator.size // size), config)
     cache: FuzzyRadixCache = create_unified_radix_cache(context, cache_class=FuzzyRadixCache)
-    cache.attach(mirror, mover, alone=context.tp_size == 1)
+    cache.attach(mirror, mover, config, alone=context.tp_size == 1, chunked=not why_not)
+    if context.params.enable_metrics and context.tp_rank == 0:
+        cache.counts.export(get_serving().served_model_name)
     _log.info("kvweave lends moved KV: %s", config)
     return cache

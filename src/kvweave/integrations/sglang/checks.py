@@ -26,10 +26,12 @@ _CACHE = "sglang.srt.mem_cache"
 CONTRACT: Mapping[str, tuple[str, ...]] = {
     f"{_CACHE}.registry:TreeCacheBuildContext": (
         "server_args", "params", "tp_worker", "model_config", "is_hybrid_swa", "is_hybrid_ssm",
-        "disable_radix_cache", "tp_size",
+        "disable_radix_cache", "tp_size", "tp_rank",
     ),
     f"{_CACHE}.registry:create_unified_radix_cache": ("ctx", "cache_class"),
-    f"{_CACHE}.cache_init_params:CacheInitParams": ("token_to_kv_pool_allocator", "page_size"),
+    f"{_CACHE}.cache_init_params:CacheInitParams": (
+        "token_to_kv_pool_allocator", "page_size", "enable_metrics",
+    ),
     f"{_CACHE}.base_prefix_cache:MatchPrefixParams": ("key", "req"),
     f"{_CACHE}.base_prefix_cache:MatchResult": (
         "device_prefix_len", "last_device_node", "last_host_node", "best_match_node",
@@ -55,28 +57,66 @@ CONTRACT: Mapping[str, tuple[str, ...]] = {
     "sglang.srt.layers.radix_attention:RadixAttention.forward": ("q", "k", "v", "forward_batch"),
     "sglang.srt.model_executor.forward_batch_info:ForwardMode": ("EXTEND",),
     "sglang.srt.runtime_context:get_schedule": (),
+    "sglang.srt.runtime_context:get_serving": (),
     "sglang.srt.managers.schedule_batch:Req.__init__": (
         "rid", "return_logprob", "input_embeds", "positional_embed_overrides", "session",
         "extra_key", "sampling_params",
     ),
     "sglang.srt.sampling.sampling_params:SamplingParams": ("custom_params",),
 }  # fmt: skip
-"""What is used of SGLang: module and object, and the parameters, fields or members it must have."""
+"""What is used of SGLang: module and object, and the parameters, fields or members it must have.
+
+Of a method, `Class.method!`: the attributes that its code names.
+"""
+
+_ADDER = "sglang.srt.managers.schedule_policy:PrefillAdder"
+
+CHUNKS: Mapping[str, tuple[str, ...]] = {
+    "sglang.srt.plugins.hook_registry:HookRegistry.register": ("target", "hook", "hook_type"),
+    "sglang.srt.plugins.hook_registry:HookType": ("AROUND", "AFTER"),
+    f"{_ADDER}._select_prefill_admission": ("req", "host_hit_length", "has_chunked_req"),
+    f"{_ADDER}._select_prefill_admission!": ("rem_chunk_tokens", "prefix_len"),
+    f"{_ADDER}._commit_prefill_admission!": ("is_chunked", "new_chunked_req", "extend_end"),
+    f"{_ADDER}.add_chunked_req": ("req",),
+    f"{_ADDER}.add_chunked_req!": ("chunked_req_limit", "prefix_len", "extend_end"),
+    f"{_ADDER}.__init__!": (
+        "tree_cache", "page_size", "log_hit_tokens", "log_host_hit_tokens",
+        "reprocessed_log_hit_tokens",
+    ),
+    f"{_ADDER}.budget_state!": ("rem_chunk_tokens",),
+    f"{_ADDER}.preempt_to_schedule!": ("rem_total_tokens",),
+    "sglang.srt.managers.schedule_policy:AddReqResult": ("OTHER",),
+    "sglang.srt.managers.schedule_batch:ReqKvInfo": (
+        "req_pool_idx", "kv_allocated_len", "kv_committed_len", "cache_protected_len",
+    ),
+    "sglang.srt.managers.schedule_batch:Req.__init__!": (
+        "full_untruncated_fill_ids", "retracted_stain", "cached_tokens_host",
+        "skip_radix_cache_insert",
+    ),
+    f"{_CACHE}.common:checkpoint_kv_cache!": ("skip_radix_cache_insert", "extend_end"),
+    f"{_CACHE}.allocation:_prefix_kv_indices!": ("holds_kv", "req_to_token", "prefix_len"),
+    f"{_CACHE}.memory_pool:ReqToTokenPool.write": ("indices", "values"),
+}  # fmt: skip
+"""The same for what runs between chunks need; where it is not so, there are none."""
 
 
-def differences(find: Callable[[str], Any] | None = None) -> list[str]:
-    """Where SGLang (or what `find` finds under a name of `CONTRACT`) is not as listed."""
+def differences(
+    find: Callable[[str], Any] | None = None,
+    contract: Mapping[str, tuple[str, ...]] = CONTRACT,
+) -> list[str]:
+    """Where SGLang (or what `find` finds under a name of `contract`) is not as listed."""
     find = find or _found
     problems = []
-    for name, needed in CONTRACT.items():
+    for name, needed in contract.items():
         try:
-            has = _members(find(name))
+            thing = find(name.removesuffix("!"))
+            has = _named(thing) if name.endswith("!") else _members(thing)
         except (ImportError, AttributeError):
-            problems.append(f"{name} is not there")
+            problems.append(f"{name.removesuffix('!')} is not there")
             continue
         missing = [part for part in needed if part not in has]
         if missing:
-            problems.append(f"{name} has no {', '.join(missing)}")
+            problems.append(f"{name.removesuffix('!')} has no {', '.join(missing)}")
     return problems
 
 
@@ -96,6 +136,11 @@ def _members(thing: Any) -> set[str]:
         return {field.name for field in fields(thing)}
     named = getattr(thing, "_fields", None) or getattr(thing, "__members__", None)
     return set(named) if named else set(inspect.signature(thing).parameters)
+
+
+def _named(function: Any) -> set[str]:
+    """The attributes and functions that its code names."""
+    return set(inspect.unwrap(function).__code__.co_names)
 
 
 class _Flag(NamedTuple):
@@ -137,6 +182,21 @@ def check_stack(context: Any) -> None:
         raise UnsupportedModelError(
             f"--radix-cache-backend {BACKEND} does not work with this server: " + "; ".join(found)
         )
+
+
+def without_chunks() -> list[str]:
+    """Why no runs can be lent between chunks; a server serves the one behind the prefix anyway."""
+    from sglang.srt.runtime_context import get_schedule
+
+    found = [f"in this SGLang, {at}" for at in differences(contract=CHUNKS)]
+    if found:
+        return found
+    size = get_schedule().chunked_prefill_size
+    if size is None or size <= 0:
+        found.append("--chunked-prefill-size turns chunks off")
+    if not hasattr(_found(f"{_ADDER}.add_chunked_req"), "__wrapped__"):
+        found.append("SGLang has not applied the plug-in's hooks; its log says why")
+    return found
 
 
 def _in_flags(context: Any) -> list[str]:

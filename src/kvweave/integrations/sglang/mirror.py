@@ -11,54 +11,51 @@ therefore come to the same decisions.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.guard import Guard, LentDonors
-from kvweave.fuzzy.matcher import window_hashes
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
 from kvweave.fuzzy.span_index import SpanIndex
+from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.hash_index import namespace_seed
 from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.tree import Node, RadixTree
 
-CHAIN = 32
-"""Most donors that one prompt takes runs from, one after another."""
+_HITS_TRIED = 2048
+"""Windows of one prompt whose places are compared, before its search ends."""
+
+_NEAR = 16
+"""Tokens before a piece that must be its donor's, too, for nothing of it to be computed again."""
 
 
-class FrontIndex(SpanIndex):
-    """The span index asked for one thing: runs that go on where the exact prefix ends.
+class BoundedIndex(SpanIndex):
+    """The span index with a bound on its work that is a number, not a time.
 
-    That is all that SGLang can take in. A run that covers position p, and at least 2 x stride - 2
-    tokens behind it, holds a whole block of its donor that begins within a stride from p. So a few
-    windows are looked at per donor, whatever the prompt's length: no time limit, and so no
-    difference between ranks.
+    So every rank finds the same, however busy it is.
     """
 
-    def match(self, view: RequestView, exact: int) -> list[Candidate]:
-        runs: list[Candidate] = []
-        front = exact
-        while len(runs) < CHAIN and (run := self._covering(view, front)) is not None:
-            runs.append(run)
-            front = run.end
-        return runs
+    def match(self, view: RequestView, exact: int) -> Sequence[Candidate]:
+        self._left = _HITS_TRIED
+        return super().match(view, exact)
 
-    def _covering(self, view: RequestView, position: int) -> Candidate | None:
-        """The run through `position` that reaches furthest."""
-        near = view.tokens[position : position + 2 * self._stride - 1]
-        seed = namespace_seed(view.namespace)
-        offsets, anchors = self.anchors.probe(window_hashes(near, self._stride, seed))
-        best: Candidate | None = None
-        for offset, anchor in zip((offsets + position).tolist(), anchors.tolist(), strict=True):
-            run = self._longest(view, offset, anchor)
-            if run is not None and run.start <= position and (not best or run.end > best.end):
-                best = run
-        return best
+    def _longest(self, view: RequestView, offset: int, anchor: int) -> Candidate | None:
+        self._left -= 1
+        return super()._longest(view, offset, anchor) if self._left >= 0 else None
+
+
+class Piece(NamedTuple):
+    """A piece of a prompt that one donor serves."""
+
+    span: Candidate
+    continues: bool
+    """The text before it is its donor's own, too."""
 
 
 class Mirror:
@@ -70,12 +67,14 @@ class Mirror:
         self._size = page_size
         self._config = replace(config, time_budget_ms=math.inf)
         self._pool = PagePool(num_pages, page_size)
-        self._tree = RadixTree(page_size)
+        self._journal = self._pool.journal
+        self._tree = RadixTree(page_size, journal=self._journal)
         self._donors = DonorTree(self._tree, num_pages)
         lent = LentDonors(self._donors)
-        self._guard = Guard("spans", FrontIndex(lent, self._config), lent, math.inf)
+        self._guard = Guard("spans", BoundedIndex(lent, self._config), lent, math.inf)
         self._donors.listener = self._guard
 
+    @atomic
     def add(self, rid: str, namespace: Namespace, tokens: IntArray) -> None:
         """SGLang's tree holds these tokens (int32, whole pages) from position 0 on."""
         if not len(tokens):
@@ -86,6 +85,7 @@ class Mirror:
         if known == len(tokens):
             tree.touch(place.node)
             return
+        self._journal.fields(self, "version")
         self.version += 1
         node = tree.cut(place) if known else root
         tree.lock(node)
@@ -104,46 +104,51 @@ class Mirror:
         assert taken is not None
         return taken
 
-    def find(self, view: RequestView, exact: int, limit: int | None = None) -> list[Candidate]:
-        """Runs that serve the prompt from position `exact` on without a gap, in order.
+    def find(self, view: RequestView, exact: int) -> list[Piece]:
+        """The pieces that the planner serves of a prompt, `exact` tokens of which are cached.
 
-        Whole pages together, if any, and no token at or behind position `limit`. Every token is
-        compared; whether SGLang still has the KV is another question.
+        Every token is compared; whether SGLang still has the KV is another question.
         """
         runs = [
             run
             for claim in self._guard.match(view, exact)
             if (run := self._donors.verified(view, claim)) is not None
         ]
-        chain: list[Candidate] = []
-        front = exact
-        for piece in plan_spans(runs, len(view.tokens), exact, self._config):
-            if piece.start != front:
-                break
-            chain.append(piece)
-            front = piece.end
-        return _whole_pages(chain, exact, self._size, limit)
+        pieces = plan_spans(runs, len(view.tokens), exact, self._config)
+        return [Piece(piece, self._continues(view, piece)) for piece in pieces]
+
+    def _continues(self, view: RequestView, piece: Candidate) -> bool:
+        first = max(0, piece.donor_start - min(_NEAR, piece.start))
+        earlier = self._donors.tokens(piece.page, first)[: piece.donor_start - first]
+        return len(earlier) > 0 and np.array_equal(
+            earlier, view.tokens[piece.start - len(earlier) : piece.start]
+        )
 
     def path(self, piece: Candidate) -> IntArray:
         """The tokens of a donor's prompt up to the end of the page that holds the run's end."""
         return self._donors.tokens(piece.page)
 
-    def use(self, piece: Candidate) -> None:
+    @atomic
+    def use(self, namespace: Namespace, path: IntArray) -> None:
         """A request is served from this donor."""
-        node = self._donors.node(piece.page)
-        if node is not None:
-            self._tree.touch(node)
+        place = self._tree.find(namespace, path)
+        if place is not None:
+            self._tree.touch(place.node)
 
-    def drop(self, piece: Candidate, kept: int) -> None:
-        """SGLang has only the first `kept` tokens of this donor's path; forget what follows.
+    @atomic
+    def drop(self, namespace: Namespace, path: IntArray, kept: int) -> None:
+        """SGLang has only the first `kept` tokens of this path; forget what follows.
 
         It evicts from the ends of paths, so all that goes on from there is gone, too.
         """
-        node, below = self._donors.node(piece.page), None
-        while node is not None and node.parent is not None and node.start >= kept:
-            node, below = node.parent, node
-        if node is None:
+        place = self._tree.find(namespace, path)
+        if place is None or self._tree.length(place) <= kept:
             return
+        node: Node = place.node
+        below: Node | None = None
+        while node.parent is not None and node.start >= kept:
+            node, below = node.parent, node
+        self._journal.fields(self, "version")
         self.version += 1
         keep = (kept - node.start) // self._size
         if keep < len(node.pages):
@@ -168,12 +173,14 @@ class Mirror:
             self._tree.trim(node, keep)
             self._pool.drop(gone)
 
+    @atomic
     def clear(self) -> None:
         """SGLang's tree was emptied."""
         pages = [node.pages.copy() for node in self._tree.nodes()]
         self._tree.reset()
         for run in pages:
             self._pool.drop(run)
+        self._journal.fields(self, "version")
         self.version += 1
 
     def check(self) -> None:
@@ -185,20 +192,6 @@ class Mirror:
     def stats(self) -> dict[str, float]:
         """Numbers worth watching, by name."""
         return {"pages": self._tree.cached_pages, **self._guard.stats()}
-
-
-def _whole_pages(
-    chain: list[Candidate], start: int, size: int, limit: int | None
-) -> list[Candidate]:
-    """`chain`, which begins at `start` (a multiple of `size`), cut to whole pages below `limit`."""
-    if not chain:
-        return []
-    end = chain[-1].end if limit is None else min(chain[-1].end, limit)
-    end = start + max(0, end - start) // size * size
-    kept = [piece for piece in chain if piece.start < end]
-    if kept and kept[-1].end > end:
-        kept[-1] = replace(kept[-1], length=end - kept[-1].start)
-    return kept
 
 
 def as_tokens(ids: object) -> IntArray:

@@ -1,0 +1,99 @@
+"""The runs of tokens that SGLang is to be lent: pieces without a gap, in whole pages.
+
+A run directly behind the exact prefix comes in with it, as a host hit. Every other run needs a
+prefill chunk that ends where the run begins:
+
+    | exact | fresh: chunk 1 | run: lent | fresh: chunk 2 | run: lent | fresh: chunk 3 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvweave.fuzzy.provider import Candidate
+from kvweave.integrations.sglang.mirror import Piece
+from kvweave.integrations.sglang.settings import PluginConfig
+
+
+class Run(NamedTuple):
+    """Positions `start` to `end` of a prompt, served by pieces that follow each other."""
+
+    pieces: tuple[Candidate, ...]
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    def between(self, start: int, end: int) -> Run | None:
+        """The part of the run within these positions; None if there is none."""
+        kept = []
+        for piece in self.pieces:
+            first, last = max(piece.start, start), min(piece.end, end)
+            if first < last:
+                ahead = first - piece.start
+                donor_start = piece.donor_start + ahead
+                kept.append(
+                    replace(piece, start=first, length=last - first, donor_start=donor_start)
+                )
+        return Run(tuple(kept)) if kept else None
+
+
+def runs_of(
+    pieces: Iterable[Piece],
+    *,
+    exact: int,
+    length: int,
+    limit: int | None,
+    page_size: int,
+    config: PluginConfig,
+    chunked: bool,
+) -> list[Run]:
+    """The runs to lend to a prompt of `length` tokens, in order.
+
+    `pieces` are the planner's, `exact` is a multiple of `page_size`. No run reaches position
+    `limit`. `chunked`: chunks may be ended for runs; else there is one at most, directly behind the
+    exact prefix, and nothing of it is computed again, since that would have to be computed first.
+    """
+    size, served, runs = page_size, 0, []
+    spans = [_computed_anew(piece, config.refresh_tokens if chunked else 0) for piece in pieces]
+    for run in _joined(spans):
+        end = run.end if limit is None else min(run.end, limit)
+        kept = run.between(-(-run.start // size) * size, end // size * size)
+        if kept is None or (kept.start > exact and not chunked):
+            continue
+        if kept.start == exact or kept.length >= config.min_chunk_span:
+            runs.append(kept)
+            served += kept.length
+    return runs if served >= config.min_reuse_ratio * length else []
+
+
+def _computed_anew(piece: Piece, tokens: int) -> Candidate:
+    """The piece without its first tokens, half of it at most, if the text before it changed."""
+    span = piece.span
+    head = 0 if piece.continues else min(tokens, span.length // 2)
+    return replace(
+        span,
+        start=span.start + head,
+        length=span.length - head,
+        donor_start=span.donor_start + head,
+    )
+
+
+def _joined(spans: Iterable[Candidate]) -> list[Run]:
+    runs: list[Run] = []
+    for span in spans:
+        if runs and runs[-1].end == span.start:
+            runs[-1] = Run((*runs[-1].pieces, span))
+        else:
+            runs.append(Run((span,)))
+    return runs
