@@ -21,7 +21,7 @@ help:
 	@echo "make test-wheel    the same, in a new environment and from another folder;"
 	@echo "             WHEEL_PYTHON=python3.13 make test-wheel"
 	@echo "make test-router   the tests with SGLang's router, which it installs"
-	@echo "make test-sglang   the plug-in's tests in SGLang itself, which it installs (3.5 GB, half an hour)"
+	@echo "make test-sglang   the plug-in's tests in SGLang itself, which it installs (3.4 GB)"
 	@echo "make test-ray      the tests with Ray Serve, which it installs"
 	@echo "make test-semblend the tests with semblend, which it installs"
 	@echo "make bench-routing routers compared; installs Ray and SGLang's router"
@@ -111,7 +111,7 @@ $(SGLANG_VENV)/.installed: tests/integrations/sglang-requirements.txt setup.py
 	@touch $@
 
 test-sglang: model $(SGLANG_VENV)/.installed
-	PYTHONPATH=tests/integrations/stubs $(SGLANG_BIN)/python -m pytest -s tests/integrations
+	PYTHONPATH=tests/integrations/stubs $(SGLANG_BIN)/python -m pytest -s -rs tests/integrations
 
 # Two replicas under Ray Serve, one of which is killed; likewise.
 test-ray: install

@@ -34,8 +34,6 @@ ARGUMENTS = {
     "max_total_tokens": 8192,
     "max_running_requests": 8,
 }
-
-
 VOCABULARY = 49_152
 """Token ids of the packaged model."""
 
@@ -43,8 +41,8 @@ VOCABULARY = 49_152
 class Engine:
     """An SGLang engine and what its requests report."""
 
-    def __init__(self, engine: Any, probe: Path) -> None:
-        self._engine, self._probe = engine, probe
+    def __init__(self, engine: Any, probe: Path, page_size: int) -> None:
+        self._engine, self._probe, self.page_size = engine, probe, page_size
 
     def ask(self, prompts: list[str], tokens: int = 8, **sampling: Any) -> list[dict[str, Any]]:
         """Greedy answers of exactly that many tokens, together; each with SGLang's meta_info."""
@@ -140,7 +138,7 @@ def running(probe: Path, environment: dict[str, str], **arguments: Any) -> Itera
         asked_for = {"model_path": str(model_folder()), **ARGUMENTS, **arguments}
         engine = sglang.Engine(log_level="warning", **asked_for)
         try:
-            yield Engine(engine, probe)
+            yield Engine(engine, probe, arguments.get("page_size", 1))
         finally:
             engine.shutdown()
     finally:
@@ -160,7 +158,8 @@ def server_arguments() -> list[str]:
 def model_folder() -> Path:
     """The packaged model's folder, as `make model` leaves it."""
     cache = Path(os.environ.get("KVWEAVE_CACHE") or Path.home() / ".cache" / "kvweave")
-    folders = sorted((cache / "models").glob("SmolLM2-135M-Instruct-*-float32-*"))
+    found = (cache / "models").glob("SmolLM2-135M-Instruct-*-float32-*")
+    folders = sorted(at for at in found if at.name.rsplit("-", 2)[1] == "float32")
     if not folders:
         pytest.fail(f"the packaged model is not in {cache}; run `make model` first")
     return folders[-1]

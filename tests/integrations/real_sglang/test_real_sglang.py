@@ -78,10 +78,10 @@ def test_without_reuse_answers_are_those_of_sglang(
 
 
 def test_a_document_is_lent_behind_instructions_that_were_never_seen(engine: Engine) -> None:
-    """12 of them: how much, how close the next token is, and how much sooner it comes."""
+    """How much, how close the next token is, and how much sooner it comes."""
     from kvweave.engine.selfcheck.measure import kl_divergence
 
-    sentences = 22
+    sentences, n = 22, 12 if engine.page_size == 1 else 4
     _, taught = engine.first_token(_prompt(RULES[0], 1, "Which halls?", sentences))
     _, empty = engine.first_token(_prompt(RULES[0], 1, "Which halls?", 0))
     document = _tokens(taught) - _tokens(empty)
@@ -89,7 +89,7 @@ def test_a_document_is_lent_behind_instructions_that_were_never_seen(engine: Eng
     shares, divergences = [], []
     times: dict[str, list[float]] = {"lent": [], "computed": []}
     same = 0
-    for at in range(12):
+    for at in range(n):
         new = f"Instruction {7 * at + 3}: in {at + 2} words, from the text only, for building {at}."
         prompt = _prompt(new, 1, f"Which door is the key behind, case {at}?", sentences)
         seconds, found = engine.first_token(prompt)
@@ -106,7 +106,7 @@ def test_a_document_is_lent_behind_instructions_that_were_never_seen(engine: Eng
     middle = {arm: statistics.median(taken) for arm, taken in times.items()}
     probed = engine.probed()[begin:]
     print(
-        f"\n{_tokens(found)} tokens, document {document}; n = 12: lent {min(shares):.3f} to "
+        f"\n{_tokens(found)} tokens, document {document}; n = {n}: lent {min(shares):.3f} to "
         f"{max(shares):.3f} of the document; first token: medians {middle}, "
         f"{middle['computed'] / middle['lent']:.2f} times sooner; next token: KL mean "
         f"{statistics.mean(divergences):.4f}, most {max(divergences):.4f} nats, same {same}; "
@@ -114,7 +114,7 @@ def test_a_document_is_lent_behind_instructions_that_were_never_seen(engine: Eng
         f"values {max(at['value'] for at in probed):.1e}"
     )
     assert min(shares) >= 0.9
-    assert len(probed) == 24
+    assert len(probed) == 2 * n
     assert is_as_computed(probed)
     assert statistics.mean(divergences) < 0.1
     assert middle["computed"] > 2 * middle["lent"]

@@ -63,16 +63,16 @@ def first_chunk(original: Callable[..., Any], adder: Any, req: Any, **asked: Any
 def next_chunk(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     """Around `add_chunked_req`: lend what begins here, and end the chunk at the next run."""
     cache = _ours(adder)
-    loans = cache.loans.get(req) if cache is not None else None
-    if loans:
-        try:
-            while loans and loans[0].run.start <= req.prefix_len:
-                _lend(cache, adder, req, loans.popleft())
-        except Exception:
-            if not cache.alone:
-                raise  # other ranks have lent it, and would go on without this one
-            cache.stop("lending between chunks")
-            loans.clear()
+    if cache is None or not (loans := cache.loans.get(req)):
+        return original(adder, req)
+    try:
+        while loans and loans[0].run.start <= req.prefix_len:
+            _lend(cache, adder, req, loans.popleft())
+    except Exception:
+        if not cache.alone:
+            raise  # other ranks have lent it, and would go on without this one
+        cache.stop("lending between chunks")
+        loans.clear()
     if loans:
         ends = [loans[0].run.start - req.prefix_len, adder.chunked_req_limit]
         adder.chunked_req_limit = min(end for end in ends if end is not None)
