@@ -233,7 +233,11 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return nothing  # its donors may have other names by now
         if (req.prefix_len, params.host_hit_length) != (found.exact, found.front.length):
             return nothing
-        slots = self.filled(req, self._loan(found.front))
+        try:
+            slots = self.filled(req, self._loan(found.front))
+        except Exception:
+            self.fault("lending")
+            slots = None
         if slots is None:
             # Until something else is to be found; what it may still get, it was promised already.
             self._found[req] = found._replace(runs=found.runs[1:])
@@ -264,28 +268,30 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
                 locks.append(self.lock(node))
                 held = self.path_device_indices(node)
                 sources.append(held[piece.donor_start : piece.donor_end])
+            for path in loan.paths:
+                self.mirror.use(namespace, path)
             slots = self._room(loan.run.length)
             if slots is None:
                 self.counts.add("no_room")
-            elif not self._moved(_slot_runs(loan.run.pieces, sources, slots)):
+            elif not self._moved(loan.run.pieces, sources, slots):
                 self.token_to_kv_pool_allocator.free(slots)
-                return None
-            for path in loan.paths:
-                self.mirror.use(namespace, path)
+                slots = None
             return slots
         finally:
             for lock in locks:
                 self.unlock(lock)
 
-    def _moved(self, runs: Sequence[SlotRun]) -> bool:
+    def _moved(
+        self, pieces: Sequence[Candidate], sources: Sequence[torch.Tensor], slots: torch.Tensor
+    ) -> bool:
         try:
-            self.mover.move(runs)
+            self.mover.move(_slot_runs(pieces, sources, slots))
         except Exception:
             if not self.alone:
                 raise  # other ranks have moved theirs, and would go on without this one
             self.counts.add("failed")
             if self.counts["failed"] == 1:
-                _log.exception("moving KV failed; requests go on with their exact prefix")
+                _log.exception("moving KV failed; requests go on with what is exact")
             return False
         return True
 
@@ -317,6 +323,15 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.mirror.add(req.rid, namespace_of(req), kept)
         except Exception:
             self.stop("noting what is cached")
+
+    def fault(self, doing: str) -> None:
+        """Called where an exception is handled that one rank of several may meet alone.
+
+        Others have lent a run then, and must not go on without this one: it stops, by raising.
+        """
+        if not self.alone:
+            raise
+        self.stop(doing)
 
     def stop(self, doing: str) -> None:
         """A fault of ours: from now on, a plain cache. The same happens on every rank."""

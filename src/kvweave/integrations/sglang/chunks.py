@@ -69,9 +69,7 @@ def next_chunk(original: Callable[..., Any], adder: Any, req: Any) -> Any:
         while loans and loans[0].run.start <= req.prefix_len:
             _lend(cache, adder, req, loans.popleft())
     except Exception:
-        if not cache.alone:
-            raise  # other ranks have lent it, and would go on without this one
-        cache.stop("lending between chunks")
+        cache.fault("lending between chunks")
         loans.clear()
     if loans:
         ends = [loans[0].run.start - req.prefix_len, adder.chunked_req_limit]

@@ -28,7 +28,7 @@ from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.tree import Node, RadixTree
 
-_HITS_TRIED = 2048
+_HITS_TRIED = 1024
 """Windows of one prompt whose places are compared, before its search ends."""
 
 _NEAR = 16
