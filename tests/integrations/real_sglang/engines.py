@@ -33,6 +33,7 @@ ARGUMENTS = {
     "context_length": 2048,
     "max_total_tokens": 8192,
     "max_running_requests": 8,
+    "watchdog_timeout": 3600,  # a shared machine may stop it for a while
 }
 VOCABULARY = 49_152
 """Token ids of the packaged model."""

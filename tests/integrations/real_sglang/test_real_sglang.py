@@ -133,7 +133,8 @@ def test_passages_in_another_order_behind_a_new_instruction_are_all_lent(
         texts = "\n".join(passages[donor::donors])
         engine.answer(f"{RULES[0]}\nTexts {donor}:\n{texts}\n\nQuestion: Which?\nAnswer:", 1)
     begin = len(engine.probed())
-    order = "\n".join(passages[at] for at in (2, 0, 3, 1))
+    # No two that follow each other in a donor: those would be one run.
+    order = "\n".join(passages[at] for at in ((2, 0, 3, 1) if donors == 1 else (2, 3, 0, 1)))
     prompt = (
         f"Reader {donors}, say which hall is meant.\nTexts:\n{order}\n\nQuestion: Who?\nAnswer:"
     )
