@@ -35,6 +35,7 @@ ELSEWHERE = {
     "lm-eval": "needs lm-eval",
     "export": "sets a variable",
     "git": "needs what a reader changed",
+    "bash": "needs a GPU (deploy/sglang-gpu.sh)",
 }
 MODULES_ELSEWHERE = {
     "sglang": "needs SGLang (make test-sglang runs it)",
