@@ -106,11 +106,11 @@ class ExactScene:
 
     def __init__(self, backend: str, size: int) -> None:
         self.size = size
-        self.world = prefix_world.World(backend, size, PAGES, events=True)
+        self.world = prefix_world.World(backend, size, PAGES, events=True, retention_share=0.4)
         self.client: prefix_world.Client | None = None
         """Whose operation it is, if it has a lease already."""
         self.operation: Callable[[], object]
-        self.world.serve(text(3.5, size, 1))
+        self.world.serve(text(3.5, size, 1), retain_seconds=600.0)
         self.world.serve(text(2.5, size, 2))
 
     def will_lease(self, prompt: IntArray, namespace: Namespace = prefix_world.NS) -> None:
@@ -216,6 +216,7 @@ def releasing(backend: str, size: int) -> ExactScene:
     scene.world.run(text(3.5, size, 1))
     scene.will_publish(text(4.5, size, 9), published=3)
     assert scene.client is not None
+    scene.client.lease.retain_seconds = 600.0  # more than may be retained: some lose it
     scene.will_release(scene.client)
     return scene
 
