@@ -145,6 +145,17 @@ def test_healing_makes_exact_what_comes_again(run: Run) -> None:
     assert ratio.p5 <= ratio.value <= ratio.p95
 
 
+def test_a_restart_is_measured_exact_and_moved(run: Run) -> None:
+    report = run("restart")
+    assert values(report, "identical_ids")["exact"] == 1.0
+    speedup = by_variant(report, "first_token_speedup")
+    assert speedup.keys() == {"exact", "moved"}
+    assert all(row.baseline == "cold" and row.ratio == row.value for row in speedup.values())
+    started = by_variant(report, "start_ms")
+    assert started.keys() == {"no store", "0.01 GB"}
+    assert started["0.01 GB"].n == 5
+
+
 def test_what_shared_a_round_is_drawn_together() -> None:
     """Twenty figures of four rounds are four, where all of a round were slow alike."""
     off = [1.0] * 20

@@ -75,7 +75,7 @@ def settle(world: World) -> None:
     store = world.engine.components.store
     assert store is not None
     for _ in range(2000):
-        if not world.engine.heal() and not store._busy_saving:
+        if not world.engine.heal() and not store.saving:
             return
         store.wait(0.01)
     raise AssertionError("saving does not come to an end")

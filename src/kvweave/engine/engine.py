@@ -75,7 +75,7 @@ class Engine:
         self._store = store = self.components.store
         if store is not None:
             self.scheduler.awaits_store = store.awaited
-            store.give_back = self.scheduler.give_back
+            store.release_by(self.scheduler.give_back)
         self.dead = False
         """Failed too often in a row: no request is answered any more."""
         self.grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
@@ -207,7 +207,7 @@ class Engine:
     def on_background_progress(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, on any thread, when an idle engine should call `heal` again."""
         if self._store is not None:
-            self._store.wake = wake
+            self._store.wake_by(wake)
 
     def snapshot(self) -> EngineSnapshot:
         """Gauges and counters, as of now."""

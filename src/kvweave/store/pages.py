@@ -87,7 +87,10 @@ class PageStore:
 
     def connect(self, stride: int) -> Catalog:
         """A connection of the calling thread's own."""
-        return Catalog(self.folder / _CATALOG, self.format.page_size, stride)
+        catalog = Catalog(self.folder / _CATALOG, self.format.page_size, stride)
+        with catalog.changing():
+            catalog.set_meta("page_bytes", str(self.format.page_bytes).encode())
+        return catalog
 
     def root(self, catalog: Catalog, namespace: Namespace) -> str:
         """The parent key of the namespace's first pages."""
