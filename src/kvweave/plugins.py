@@ -112,11 +112,29 @@ RECOMPUTE_STRATEGIES = ("seams", "deviation", "mix")
 
 NO_VERIFIER = "none"
 
+AUTO = "auto"
+NO_PARSER = "none"
+TOOL_CALL_PARSERS = (
+    "hermes",
+    "qwen",
+    "qwen25",
+    "qwen3_coder",
+    "llama3",
+    "mistral",
+    "pythonic",
+    "json",
+)
+"""Keys of `kvweave.server.tool_parsers.TOOL_PARSERS`."""
+REASONING_PARSERS = ("deepseek-r1", "qwen3", "qwen3-thinking", "glm45", "kimi")
+"""Keys of `kvweave.server.tool_parsers.REASONING_PARSERS`."""
+
 _CHOICES: Mapping[str, Callable[[], tuple[str, ...]]] = {
     "prefix-cache-backends": lambda: tuple(BACKENDS),
     "fuzzy-providers": FUZZY_PROVIDERS.names,
     "embedders": EMBEDDERS.names,
     "verifiers": lambda: (NO_VERIFIER, *VERIFIERS.names()),
+    "tool-call-parsers": lambda: (AUTO, NO_PARSER, *TOOL_CALL_PARSERS),
+    "reasoning-parsers": lambda: (AUTO, NO_PARSER, *REASONING_PARSERS),
     "fuzzy-refresh-strategies": lambda: RECOMPUTE_STRATEGIES,
 }
 

@@ -7,6 +7,7 @@ import pytest
 from kvweave.config import ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.explorer.app import build_app
+from kvweave.server.grammars import FIELDS
 from support.enginekit import make_world
 from support.serverkit import FakeEngine, RunningServer, eventually, toy_card, toy_tokenizer
 
@@ -24,7 +25,9 @@ def published(config, examples):
         if "model" in body.get("properties", ()) and body["title"].endswith("Body"):
             # Values that depend on the model have tests of their own.
             body["properties"]["model"] = {"enum": ["toy", None]}
+            # So have grammars, of which a request has one.
             for field in (
+                *(set(FIELDS) - {"response_format"}),
                 *("tools", "documents", "reasoning_effort", "allowed_token_ids"),
                 *("output_config", "thinking", "reasoning", "text"),
             ):

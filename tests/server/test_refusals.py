@@ -108,7 +108,7 @@ def test_a_body_without_a_content_type_is_read_and_another_type_is_not(client):
         ("stream_options", {"include_usage": "yes"}, "boolean"),
         ("best_of", 3, "best_of"),
         ("suffix", "end", "suffix"),
-        ("guided_json", {"type": "object"}, "constrain"),
+        ("guided_whitespace_pattern", {"type": "object"}, "white space"),
         ("rid", "two words", "printable"),
         ("rid", "line\nbreak", "printable"),
         ("rid", "x" * 257, "printable"),

@@ -61,6 +61,23 @@ class ServerConfig:
     explorer_hide_text: bool = flag(
         False, "Show no text there. Text is always hidden where others could read it without a key."
     )
+    tool_call_parser: str = flag(
+        "auto",
+        "How the model writes tool calls, by family; auto: as its chat template does; none: calls "
+        "stay in the text.",
+        choices="tool-call-parsers",
+    )
+    reasoning_parser: str = flag(
+        "auto",
+        "How the model marks its reasoning; auto: as its chat template does; none: it stays in the "
+        "text.",
+        choices="reasoning-parsers",
+    )
+    describe_tools: bool = flag(
+        True,
+        "Where the chat template knows no tools, describe them in the system message; without it "
+        "such requests are refused.",
+    )
     log_requests: bool = flag(False, "Log every request when it ends (never its text).")
     log_level: str = flag(
         "info", "How much is logged.", choices=("debug", "info", "warning", "error")

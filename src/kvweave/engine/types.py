@@ -13,7 +13,7 @@ from kvweave.prefix.plan import Reuse, Span
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-GrammarKind = Literal["json_schema", "regex", "lark"]
+GrammarKind = Literal["json_schema", "regex", "lark", "llguidance"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class GrammarSpec:
 
     kind: GrammarKind
     text: str
-    """A JSON schema as JSON, a regular expression, or a grammar in llguidance's Lark dialect."""
+    """A JSON schema as JSON, a regular expression, or a grammar in one of llguidance's forms."""
     param: str = field(default="response_format", compare=False)
     """The request's field that it comes from, for refusals."""
 

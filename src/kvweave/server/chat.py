@@ -15,17 +15,21 @@ from pydantic import ValidationError
 
 from kvweave.engine.types import SamplingParams
 from kvweave.errors import RequestError
+from kvweave.server.answer_plans import constrained
 from kvweave.server.prompts import Conversation
 from kvweave.server.protocol import ChatBody, RequestBody
 from kvweave.server.reordering import ordered
 from kvweave.server.service import Service
 from kvweave.server.streaming import Generation
+from kvweave.server.tools import AnswerPlan
 
 
 class StartedChat(NamedTuple):
     """A conversation that is being answered."""
 
     generation: Generation
+    plan: AnswerPlan
+    """How its answers are read."""
     notes: dict[str, Any]
     """Fields of the answer that say how the prompt was changed: with `reorder`, `kvweave_order`;
     with `move_volatile_head`, `kvweave_volatile_head`."""
@@ -88,29 +92,34 @@ async def start_chat(
     `endpoint` names the protocol in the log; `names`: what fields are called in the client's body.
     """
     service.card.require(body.model)
-    prompt, sampling, notes = await read_chat(service, body, names)
+    chat = await read_chat(service, body, names)
     generation = service.generation(
         body,
-        [prompt.ids],
-        [sampling],
+        [chat.prompt.ids],
+        [chat.sampling],
         endpoint=endpoint,
         prompt_field=names.get("messages", "messages"),
-        protected_from=prompt.last_turn,
+        protected_from=chat.prompt.last_turn,
     )
-    return StartedChat(generation, notes)
+    return StartedChat(generation, chat.plan, chat.notes)
 
 
-async def read_chat(
-    service: Service, body: ChatBody, names: Mapping[str, str]
-) -> tuple[Conversation, SamplingParams, dict[str, Any]]:
-    """The prompt, how tokens are sampled, and the notes for the answer."""
+class ReadChat(NamedTuple):
+    """A conversation as tokens, and what is asked of its answers."""
+
+    prompt: Conversation
+    sampling: SamplingParams
+    plan: AnswerPlan
+    notes: dict[str, Any]
+
+
+async def read_chat(service: Service, body: ChatBody, names: Mapping[str, str]) -> ReadChat:
+    """Render a conversation and plan its answers; `names` as for `start_chat`."""
     with _named(names):
         return await _read(service, body)
 
 
-async def _read(
-    service: Service, body: ChatBody
-) -> tuple[Conversation, SamplingParams, dict[str, Any]]:
+async def _read(service: Service, body: ChatBody) -> ReadChat:
     reader, chat, notes = service.reader, body.conversation(), {}
     scored = (body.top_logprobs or 0) if body.logprobs else None
     words = reader.spellings(body.bad_words)
@@ -123,4 +132,10 @@ async def _read(
         prompt, notes["kvweave_order"] = await ordered(
             reader, service.engine, chat, body.reorder, body.cache_salt
         )
-    return prompt, sampling, notes
+    plan = service.planner.plan(
+        prompt.ids,
+        choice=body.choice(),
+        grammar=sampling.grammar,
+        separate_reasoning=body.separate_reasoning,
+    )
+    return ReadChat(prompt, constrained(plan, sampling), plan, notes)

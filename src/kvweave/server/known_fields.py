@@ -26,19 +26,15 @@ def _refuse(names: str, reason: str, *neutral: Any) -> Refusal:
 
 
 REFUSED: tuple[Refusal, ...] = (
-    _refuse(
-        "structured_outputs guided_json guided_regex guided_choice guided_grammar "
-        "guided_decoding_backend guided_whitespace_pattern json_schema regex ebnf grammar "
-        "structural_tag format",
-        "this server does not constrain what a model may write",
-    ),
+    _refuse("guided_decoding_backend", "grammars are enforced by llguidance", "auto", "guidance"),
+    _refuse("guided_whitespace_pattern", "a schema's white space is up to 32 blanks"),
+    _refuse("format", "it is called response_format here"),
     _refuse("stop_regex", "an answer ends at strings (stop) or tokens (stop_token_ids)"),
     _refuse("repetition_detection", "an answer ends at stop strings, tokens or its limit"),
     _refuse("use_beam_search", "answers are sampled, not searched"),
     _refuse("custom_logit_processor custom_params vllm_xargs", "this server takes no extensions"),
     _refuse("watermarking", "answers carry no watermark"),
     _refuse("thinking_token_budget", "reasoning has no limit of its own: set max_tokens", -1),
-    _refuse("include_reasoning", "reasoning is part of the answer's text", True),
     _refuse("typical_p tfs_z", "tokens are filtered by top_k, top_p and min_p", 1),
     _refuse(
         "mirostat top_a dynatemp_range dry_multiplier xtc_probability samplers",
@@ -93,7 +89,6 @@ IGNORED: Mapping[str, str] = {
         "they may only change how fast the answer comes"
     ),
     "stream_interval stream_reasoning timings_per_token": "they only cut a stream differently",
-    "parallel_tool_calls separate_reasoning": "calls and reasoning stay in the answer's text",
     "length_penalty truncation_side mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold "
     "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers": (
         "they only qualify a field that is refused"
@@ -113,6 +108,9 @@ _REFUSALS = {name: refusal for refusal in REFUSED for name in refusal.names}
 _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "separate_reasoning": (True,),
+    "include_reasoning": (True,),
     "modalities": (["text"],),
     "add_generation_prompt": (True,),
     "top_logprobs": (0,),

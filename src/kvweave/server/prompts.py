@@ -16,6 +16,8 @@ from kvweave.errors import RequestError, UnsupportedModelError
 from kvweave.reorder import tokens_within
 from kvweave.server.fields import Prompt
 from kvweave.server.model_card import ModelCard
+from kvweave.server.tools import described as described_tools
+from kvweave.server.tools import without_calls
 
 PART_END = "\n"
 """Joins the parts of a message's content for templates that take text."""
@@ -61,14 +63,15 @@ class PromptReader:
     what users write.
     """
 
-    def __init__(self, tokenizer: Any, card: ModelCard) -> None:
+    def __init__(self, tokenizer: Any, card: ModelCard, *, describe_tools: bool = True) -> None:
         self.tokenizer = tokenizer
         self.card = card
+        self._describe_tools = describe_tools
         self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         # Arguments of apply_chat_template are not the client's to set; others reach the template.
         self._ours = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
-        self._templates = _template_texts(tokenizer)
-        self._part_roles = frozenset(_roles_in_parts(tokenizer) if self._templates else ())
+        self.templates = _template_texts(tokenizer)
+        self._part_roles = frozenset(_roles_in_parts(tokenizer) if self.templates else ())
         """Roles whose content the template reads as a list of parts."""
         # The first call sets up truncation and padding (both off); later calls only read, from any
         # thread.
@@ -76,7 +79,7 @@ class PromptReader:
 
     def reads(self, name: str) -> bool:
         """Whether the chat template reads the variable `name`."""
-        return any(_mentions(text, name) for text in self._templates)
+        return any(_mentions(text, name) for text in self.templates)
 
     async def read(
         self, prompt: Prompt, *, param: str = "prompt", add_special_tokens: bool = True
@@ -189,8 +192,9 @@ class PromptReader:
                 f"chat_template_kwargs may not set {', '.join(wrong)}",
                 param="chat_template_kwargs",
             )
+        described = bool(chat.tools) and self._describe_tools and not self.reads("tools")
         for name, value in (("tools", chat.tools), ("documents", chat.documents)):
-            if value and not self.reads(name):
+            if value and not self.reads(name) and not (described and name == "tools"):
                 raise RequestError(f"this model's chat template knows no {name}", param=name)
         if chat.continue_final_message and not chat.messages[-1].get("content"):
             raise RequestError(
@@ -198,8 +202,8 @@ class PromptReader:
             )
         try:
             text: str = self.tokenizer.apply_chat_template(
-                [self._for_template(message) for message in chat.messages],
-                tools=list(chat.tools) if chat.tools else None,
+                [self._for_template(message) for message in self._messages(chat, described)],
+                tools=list(chat.tools) if chat.tools and not described else None,
                 documents=list(chat.documents) if chat.documents else None,
                 tokenize=False,
                 add_generation_prompt=chat.add_generation_prompt,
@@ -214,17 +218,31 @@ class PromptReader:
             ) from failure
         return text
 
+    def _messages(self, chat: ChatPrompt, described: bool) -> Sequence[Mapping[str, Any]]:
+        """The messages, with tools, calls and results as text where the template knows none."""
+        messages = chat.messages
+        uses_tools = any(each.get("tool_calls") or each["role"] == "tool" for each in messages)
+        if uses_tools and not any("tool_calls" in text for text in self.templates):
+            messages = without_calls({**each, "content": _joined(each)} for each in messages)
+        if described and chat.tools:
+            text = described_tools(chat.tools)
+            if messages[0]["role"] in ("system", "developer"):
+                text = f"{_joined(messages[0])}\n\n{text}"
+                return [{**messages[0], "content": text}, *messages[1:]]
+            return [{"role": "system", "content": text}, *messages]
+        return messages
+
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message with its content as text or as parts, as the template reads this role's."""
         content, role = message.get("content") or "", message["role"]
         # Older templates would print or drop this role, the newer name of `system`.
-        if role == "developer" and not any("developer" in text for text in self._templates):
+        if role == "developer" and not any("developer" in text for text in self.templates):
             role = "system"
         if role in self._part_roles:
             parts = (content,) if isinstance(content, str) and content else content
             content = [{"type": "text", "text": text} for text in parts]
-        elif not isinstance(content, str):
-            content = PART_END.join(content)
+        else:
+            content = _joined(message)
         return {**message, "role": role, "content": content}
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
@@ -239,6 +257,12 @@ class PromptReader:
                 "this model's chat template knows no reasoning_effort", param="reasoning_effort"
             )
         return known
+
+
+def _joined(message: Mapping[str, Any]) -> str:
+    """The content of a message as one text."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else PART_END.join(content)
 
 
 def _roles_in_parts(tokenizer: Any) -> Iterator[str]:

@@ -29,8 +29,10 @@ from kvweave.server.fields import (
     ToolCalls,
     Whole,
 )
+from kvweave.server.grammars import FIELDS, requested_grammar
 from kvweave.server.known_fields import refuse_unserved
 from kvweave.server.prompts import ChatPrompt
+from kvweave.server.tools import ToolChoice, tool_choice
 
 
 class ChatMessage(BaseModel):
@@ -153,11 +155,13 @@ def _show_ranges(schema: dict[str, Any]) -> None:
                 number |= {least: low, "maximum": high}
 
 
-_plain_text: dict[str, Any] = {
+_answer_format: dict[str, Any] = {
     "type": "object",
-    "properties": {"type": {"const": "text"}},
+    "properties": {"type": {"enum": ["text", "json_object"]}},
+    "required": ["type"],
     "additionalProperties": False,
 }
+"""Not all that is served: a json_schema may be one that cannot be compiled."""
 
 
 class RequestBody(_Body):
@@ -229,8 +233,18 @@ class GenerationBody(RequestBody):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     response_format: dict[str, Any] | None = Field(
-        None, json_schema_extra={"anyOf": [_plain_text, {"type": "null"}]}
+        None, json_schema_extra={"anyOf": [_answer_format, {"type": "null"}]}
     )
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
     """Let the tokenizer add its own; by default to a text, not to a conversation."""
@@ -241,6 +255,7 @@ class GenerationBody(RequestBody):
         said = {name: getattr(self, name) for name in _PASSED_ON & self.model_fields_set}
         if self.max_completion_tokens is not None:
             said["max_tokens"] = self.max_completion_tokens
+        said["grammar"] = requested_grammar({name: getattr(self, name) for name in FIELDS})
         params = SamplingParams(**{**more, **said})
         try:
             params.validate()
@@ -256,18 +271,13 @@ class GenerationBody(RequestBody):
             raise RequestError(
                 "stream_options is only allowed with stream: true", param="stream_options"
             )
-        if (self.response_format or {}).get("type", "text") != "text":
-            raise RequestError(
-                "response_format other than text is not offered: this server does not constrain "
-                "what a model may write",
-                param="response_format",
-            )
+        requested_grammar({name: getattr(self, name) for name in FIELDS})
         return self
 
 
 _PASSED_ON = {
     field.name for field in dataclasses.fields(SamplingParams)
-} & GenerationBody.model_fields.keys()
+} & GenerationBody.model_fields.keys() - {"grammar"}
 
 
 class CompletionBody(GenerationBody):
@@ -337,6 +347,9 @@ class ChatBody(ConversationBody, GenerationBody):
     tool_choice: str | dict[str, Any] | None = Field(
         None, json_schema_extra={"anyOf": [{"enum": ["none", "auto"]}, {"type": "null"}]}
     )
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
+    include_reasoning: bool = True
     modalities: list[str] | None = Field(
         None, json_schema_extra={"anyOf": [{"const": ["text"]}, {"type": "null"}]}
     )
@@ -346,6 +359,10 @@ class ChatBody(ConversationBody, GenerationBody):
     def conversation(self) -> ChatPrompt:
         prompt = super().conversation()
         return replace(prompt, tools=None) if self.tool_choice == "none" else prompt
+
+    def choice(self) -> ToolChoice:
+        """Which tools an answer may or must call; RequestError if there are none such."""
+        return tool_choice(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _offered(self) -> ChatBody:
@@ -357,10 +374,7 @@ class ChatBody(ConversationBody, GenerationBody):
             )
         if self.modalities not in (None, ["text"]):
             raise ValueError("modalities other than text are not offered")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError(
-                "tool_choice is none or auto: a call cannot be enforced", param="tool_choice"
-            )
+        self.choice()
         return self
 
 

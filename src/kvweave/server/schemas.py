@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from kvweave.prefix.plan import Tier
 from kvweave.server.access import AccessLevel, Keys
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class ErrorFacts(BaseModel):
@@ -128,16 +128,47 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class Call(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """null in a message of calls alone."""
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[Call] = Field(default_factory=list)
+
+
+class CalledFunctionPart(BaseModel):
+    name: str | None = None
+    """In the first part of a call."""
+    arguments: str
+    """The next fragment."""
+
+
+class CallPart(BaseModel):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionPart
 
 
 class MessagePart(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallPart] = Field(default_factory=list)
 
 
 class ChatChoice(_Choice):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvweave.config import ServerConfig
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, SamplingParams
+from kvweave.server.answer_plans import AnswerPlanner
 from kvweave.server.logs import current_rid
 from kvweave.server.metrics import Metrics
 from kvweave.server.model_card import ModelCard
@@ -78,7 +79,12 @@ class Service:
         self.card = card
         self.config = config
         self.metrics = Metrics(card.name, engine.snapshot)
-        self.reader = PromptReader(engine.tokenizer, card)
+        self.reader = PromptReader(engine.tokenizer, card, describe_tools=config.describe_tools)
+        self.planner = AnswerPlanner(
+            self.reader,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
         self.texts = TokenTexts(engine.tokenizer)
         self.volatile_head = VolatileHead(config.volatile_head)
         self.live = LiveGenerations()

@@ -6,12 +6,15 @@ grammar and a parser for each answer, and write the parser's parts in their own 
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvweave.engine.types import GrammarSpec
+from kvweave.errors import RequestError
 
 MAX_CALLS = 16
 """Of one answer whose calls are enforced: a model could go on for ever."""
@@ -105,19 +108,133 @@ class ToolChoice:
     """As OpenAI's field has them: {"type": "function", "function": {"name", "parameters"}}."""
     required: bool = False
     named: str | None = None
+    allowed: Sequence[str] | None = None
+    """Names of those that may be called; None: all."""
     parallel: bool = True
     """Whether an answer may hold several calls."""
+
+    @property
+    def offered(self) -> list[Mapping[str, Any]]:
+        """The tools that an answer may call."""
+        names = self.allowed if self.named is None else [self.named]
+        return [tool for tool in self.tools if names is None or tool["function"]["name"] in names]
 
     @property
     def enforced(self) -> bool:
         return self.required or self.named is not None
 
 
+_NAME = re.compile(r"[\w.:/-]{1,128}")
+
+
+def tool_choice(tools: Any, choice: Any, *, parallel: bool = True) -> ToolChoice:
+    """OpenAI's fields `tools` and `tool_choice`, checked. RequestError says what is wrong."""
+    names = [_name(tool) for tool in tools or ()]
+    if choice in (None, "none", "auto", "required"):
+        if choice == "none":
+            return ToolChoice()
+        if choice == "required" and not names:
+            raise RequestError("tool_choice is required, but tools are none", param="tool_choice")
+        return ToolChoice(tools=tools or (), required=choice == "required", parallel=parallel)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        mode = allowed.get("mode") if isinstance(allowed, dict) else None
+        listed = allowed.get("tools") if isinstance(allowed, dict) else None
+        if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+            raise RequestError(
+                "allowed_tools has a mode, auto or required, and tools", param="tool_choice"
+            )
+        found = [_known(_name(tool), names) for tool in listed]
+        return ToolChoice(
+            tools=tools, required=mode == "required", allowed=found, parallel=parallel
+        )
+    if kind != "function":
+        raise RequestError(
+            "tool_choice is none, auto, required, or names a function, not "
+            f"{choice if isinstance(choice, str) else kind!r:.80}",
+            param="tool_choice",
+        )
+    return ToolChoice(tools=tools, named=_known(_name(choice), names), parallel=False)
+
+
+def _name(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    function = tool.get("function") if kind == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if function is None or not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(
+            'a tool is {"type": "function", "function": {"name": ..., "parameters": ...}}; its '
+            "name has up to 128 letters, digits and any of _ . : / -",
+            param="tools",
+        )
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise RequestError(f"the parameters of {name} are a JSON schema", param="tools")
+    return name
+
+
+def _known(name: str, names: Sequence[str]) -> str:
+    if name not in names:
+        raise RequestError(
+            f"tool_choice names {name}, which is not among the tools", param="tool_choice"
+        )
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What a request's answers must look like, and how they are read."""
+    """What a request's answers must look like, and how they are read; AnswerPlanner makes it."""
 
     grammar: GrammarSpec | None = None
     make_parser: Callable[[], AnswerParser] = AnswerParser
     shows_special: bool = False
     """Whether calls or reasoning are marked by special tokens: the text must then hold them."""
+
+
+CALLS_AS_TEXT = ("<tool_call>", "</tool_call>")
+"""Marks of calls in prompts whose chat template knows none; the parser `hermes` reads them."""
+
+
+def described(tools: Iterable[Mapping[str, Any]]) -> str:
+    """A system text that tells a model of its tools, for chat templates that know none."""
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    begin, end = CALLS_AS_TEXT
+    return (
+        f"You can call these functions:\n{functions}\n"
+        "To call one, write its name and arguments as JSON, like this:\n"
+        f'{begin}\n{{"name": "...", "arguments": {{...}}}}\n{end}\n'
+        "Its result follows in <tool_response>."
+    )
+
+
+def without_calls(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with calls and their results as text, for chat templates that know none.
+
+    Contents must be texts. Results stand in one turn of the user.
+    """
+    found: list[dict[str, Any]] = []
+    begin, end = CALLS_AS_TEXT
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if message.get("tool_calls"):
+            calls = [
+                f"{begin}\n{json.dumps(_call(each['function']), ensure_ascii=False)}\n{end}"
+                for each in message["tool_calls"]
+            ]
+            content = "\n".join([*([content] if content else ()), *calls])
+        if role == "tool":
+            content = f"<tool_response>\n{content}\n</tool_response>"
+            if found and found[-1].get("tool_call_id") is not None:
+                found[-1]["content"] += f"\n{content}"
+                continue
+            found.append({"role": "user", "content": content, "tool_call_id": ""})
+            continue
+        found.append(
+            {**{name: value for name, value in message.items() if name != "tool_calls"}}
+            | {"content": content}
+        )
+    return found
+
+
+def _call(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": function.get("name"), "arguments": function.get("arguments") or {}}

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvweave.engine.types import GrammarSpec
 from kvweave.errors import KvweaveError, RequestError
@@ -156,55 +155,34 @@ class GrammarCompiler:
         return matcher
 
 
-def mask_logits(
-    logits: torch.Tensor, matchers: Sequence[tuple[int, GrammarMatcher]]
-) -> dict[int, Exception]:
-    """Make what the grammars of some rows of `logits` (R, V) forbid impossible, in place.
-
-    Returns errors by row: they concern that row only.
-    """
-    errors: dict[int, Exception] = {}
-    if not matchers:
-        return errors
-    masks = np.zeros((len(matchers), matchers[0][1].words), np.int32)
-    for mask, (row, matcher) in zip(masks, matchers, strict=True):
-        try:
-            matcher.fill(mask)
-        except Exception as error:
-            errors[row] = error
-    vocabulary = logits.shape[-1]
-    bits = np.unpackbits(masks.view(np.uint8), axis=-1, count=vocabulary, bitorder="little")
-    forbidden = torch.from_numpy(bits == 0).to(logits.device)
-    if len(matchers) == len(logits):
-        logits.masked_fill_(forbidden, -torch.inf)
-    else:
-        rows = [row for row, _ in matchers]
-        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
-    return errors
-
-
 def _source(spec: GrammarSpec) -> str:
     from llguidance import LLMatcher
 
+    if spec.kind == "llguidance":
+        return spec.text
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "lark":
         return LLMatcher.grammar_from_lark(spec.text)
-    schema = json.loads(spec.text)
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(without_unknown_formats(schema)),
-        overrides={"whitespace_pattern": _WHITESPACE},
-    )
+    return LLMatcher.grammar_from_json_schema(json.dumps(enforceable(json.loads(spec.text))))
 
 
-def without_unknown_formats(schema: Any) -> Any:
-    """The schema without values of `format` that nobody checks: the keyword is an annotation."""
+def enforceable(schema: Any) -> Any:
+    """The schema as llguidance is given it: with bounded white space, without unknown formats."""
+    schema = _without_unknown_formats(schema)
+    if not isinstance(schema, dict):
+        schema = {} if schema is True else {"not": {}}
+    return {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+
+
+def _without_unknown_formats(schema: Any) -> Any:
+    """Without values of `format` that nobody checks: the keyword is an annotation."""
     if isinstance(schema, list):
-        return [without_unknown_formats(each) for each in schema]
+        return [_without_unknown_formats(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        name: value if name in _NOT_SCHEMAS else without_unknown_formats(value)
+        name: value if name in _NOT_SCHEMAS else _without_unknown_formats(value)
         for name, value in schema.items()
         if not (name == "format" and isinstance(value, str) and value not in _KNOWN_FORMATS)
     }

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave.engine.sampling.grammar import GrammarMatcher
 from kvweave.engine.types import SamplingParams, TokenLogprob
 from kvweave.kv.pool import IntArray
 
@@ -254,6 +255,33 @@ class _Where:
 
     def write(self, values: torch.Tensor) -> None:
         self._logits[self._index] = values
+
+
+def mask_logits(
+    logits: torch.Tensor, matchers: Sequence[tuple[int, GrammarMatcher]]
+) -> dict[int, Exception]:
+    """Make what the grammars of some rows of `logits` (R, V) forbid impossible, in place.
+
+    Returns errors by row: they concern that row only.
+    """
+    errors: dict[int, Exception] = {}
+    if not matchers:
+        return errors
+    masks = np.zeros((len(matchers), matchers[0][1].words), np.int32)
+    for mask, (row, matcher) in zip(masks, matchers, strict=True):
+        try:
+            matcher.fill(mask)
+        except Exception as error:
+            errors[row] = error
+    vocabulary = logits.shape[-1]
+    bits = np.unpackbits(masks.view(np.uint8), axis=-1, count=vocabulary, bitorder="little")
+    forbidden = torch.from_numpy(bits == 0).to(logits.device)
+    if len(matchers) == len(logits):
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        rows = [row for row, _ in matchers]
+        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+    return errors
 
 
 _BLOCK = 32

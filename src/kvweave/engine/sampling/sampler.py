@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave.engine.sampling.grammar import GrammarMatcher, mask_logits
+from kvweave.engine.sampling.grammar import GrammarMatcher
 from kvweave.engine.sampling.logits import (
     Adjuster,
     Changes,
@@ -23,6 +23,7 @@ from kvweave.engine.sampling.logits import (
     keep_min_p,
     keep_top_k,
     keep_top_p,
+    mask_logits,
     token_logprobs,
 )
 from kvweave.engine.types import SamplingParams, TokenLogprob

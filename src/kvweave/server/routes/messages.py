@@ -132,8 +132,8 @@ def messages_router(service: Service) -> APIRouter:
     )
     async def count_message_tokens(body: CountTokensBody) -> dict[str, Any]:
         service.card.require(body.model)
-        prompt, _, _ = await read_chat(service, body.chat(), body.NAMES)
-        return {"input_tokens": len(prompt.ids)}
+        chat = await read_chat(service, body.chat(), body.NAMES)
+        return {"input_tokens": len(chat.prompt.ids)}
 
     return router
 
