@@ -24,7 +24,10 @@ from support import fuzzy_world, prefix_world
 from support.prefix_world import Mirror, text
 
 PACKAGE = Path(kvweave.__file__).parent
-TRACED = tuple(str(PACKAGE / part) for part in ("prefix/", "kv/", "fuzzy/backend", "fuzzy/donors"))
+TRACED = tuple(
+    str(PACKAGE / part)
+    for part in ("prefix/", "kv/", "fuzzy/backend", "fuzzy/donors", "fuzzy/sessions")
+)
 SIZES = (1, 4, 16)
 PAGES = 16
 
@@ -301,6 +304,23 @@ def releasing_what_was_moved(backend: str, size: int) -> FuzzyScene:
     return scene
 
 
+def keeping_for_a_session(backend: str, size: int) -> FuzzyScene:
+    scene = FuzzyScene(size)
+    client = scene.client = scene.world.start(scene.moved + fuzzy_world.text(7, 60), session="s")
+    assert scene.world.compute(client)
+    tokens = np.asarray(client.tokens, np.int32)
+    scene.operation = lambda: scene.world.cache.retain(client.lease, tokens, client.frontier)
+    return scene
+
+
+def closing_a_session(backend: str, size: int) -> FuzzyScene:
+    scene = FuzzyScene(size)
+    scene.world.serve(scene.moved + fuzzy_world.text(7, 60), session="s")
+    assert len(scene.world.cache._sessions) == 1
+    scene.operation = lambda: scene.world.cache.close_session(fuzzy_world.HERE, "s")
+    return scene
+
+
 Scene: TypeAlias = ExactScene | FuzzyScene
 Make: TypeAlias = Callable[[str, int], Scene]
 
@@ -316,13 +336,19 @@ EXACT: tuple[Make, ...] = (
     resetting,
     recording,
 )
-FUZZY: tuple[Make, ...] = (moving, publishing_before_a_span, releasing_what_was_moved)
+FUZZY: tuple[Make, ...] = (
+    moving,
+    publishing_before_a_span,
+    releasing_what_was_moved,
+    keeping_for_a_session,
+    closing_a_session,
+)
 CASES = [(make, backend) for make in EXACT for backend in BACKENDS]
 CASES += [(make, "fuzzy_match") for make in FUZZY]
 
 
-EVICT_FIRST = (growing, moving)
-"""What they evicted before the fault stays evicted."""
+EVICT_FIRST = (growing, moving, closing_a_session)
+"""What they gave up before the fault stays given up."""
 
 
 def faults(make: Make, backend: str, size: int, inject: Any) -> Iterator[tuple[str, str]]:
