@@ -35,6 +35,7 @@ def test_an_answer(client, engine):
         "moved_tokens": 2,
         "paraphrase_tokens": 0,
         "refreshed_tokens": 0,
+        "session_tokens": 0,
     }
     assert engine.requests[0].cache_salt == "me"
 

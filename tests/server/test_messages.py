@@ -171,7 +171,7 @@ def test_counted_tokens_are_those_of_the_prompt(claude, engine):
         ("messages.0.content", {"messages": [{"role": "user", "content": 5}]}),
         ("tools.0", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
         ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
-        ("output_config", {"output_config": {"effort": "low"}}),
+        ("output_config.effort", {"output_config": {"effort": "low"}}),
         ("temperature", {"extra_body": {"temperature": 3}}),
         ("stop_sequences", {"stop_sequences": [""]}),
         ("container", {"extra_body": {"container": "x"}}),

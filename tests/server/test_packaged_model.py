@@ -2,6 +2,7 @@
 
 import concurrent.futures
 
+import anthropic
 import openai
 import pytest
 
@@ -222,6 +223,63 @@ def test_parts_in_an_order_that_is_cached_need_not_be_computed_again(ai, model):
     assert sent_so.choices[0].message.content == answer.choices[0].message.content
     assert sent_so.usage.prompt_tokens == answer.usage.prompt_tokens
     assert again >= cached
+
+
+def test_all_protocols_of_conversations_get_the_same_answer(server, ai, model):
+    chat = ask(ai, model, "Name three rivers.", max_tokens=16).choices[0].message.content
+    asked = {"model": model, "temperature": 0}
+    response = ai.responses.create(input="Name three rivers.", max_output_tokens=16, **asked)
+    assert response.output_text == chat
+    with ai.responses.stream(input="Name three rivers.", **asked) as stream:
+        whole = stream.get_final_response()
+    assert whole.output_text.startswith(chat)
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    said = [{"role": "user", "content": "Name three rivers."}]
+    greedy = {"extra_body": {"temperature": 0}}
+    message = claude.messages.create(model=model, max_tokens=16, messages=said, **greedy)
+    assert message.content[0].text == chat
+    with claude.messages.stream(model=model, max_tokens=16, messages=said, **greedy) as stream:
+        assert stream.get_final_message().content[0].text == chat
+    ids = server.app.state.service.reader.tokenizer.apply_chat_template(
+        said, add_generation_prompt=True, return_dict=False
+    )
+    with server.client() as client:
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
+        assert client.post("/generate", json=body).json()["text"] == chat
+
+
+def test_a_final_assistant_message_is_gone_on_with(server, model):
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    said = [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is"},
+    ]
+    message = claude.messages.create(
+        model=model, max_tokens=4, messages=said, extra_body={"temperature": 0}
+    )
+    assert message.content[0].text.startswith(" Paris")
+
+
+def test_what_was_created_is_read_by_the_next_message(server, model):
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+    def usage(question):
+        told = [{"role": "user", "content": f"{FACTS}\n{question}"}]
+        more = {"extra_body": {"cache_salt": "usage"}}
+        found = claude.messages.create(model=model, max_tokens=2, messages=told, **more).usage
+        counted = claude.messages.count_tokens(model=model, messages=told).input_tokens
+        created, read = found.cache_creation_input_tokens, found.cache_read_input_tokens
+        assert found.input_tokens + created + read == counted
+        return created, read
+
+    created, read = usage("Where is item 3?")
+    assert read == 0
+    assert created > 1000
+    assert created % PAGE == 0
+    again, read = usage("And what of the ninth?")
+    assert created - 2 * PAGE <= read <= created
+    assert again <= 2 * PAGE
+    assert usage("And what of the ninth?")[1] >= read + again - PAGE
 
 
 def test_at_the_end_no_request_owns_a_page(server):

@@ -5,13 +5,22 @@ from pathlib import Path
 
 import openai
 import pytest
+from anthropic.types import message_count_tokens_params as anthropic_counts
+from anthropic.types import message_create_params as anthropic_messages
 from openai.types import completion_create_params as openai_completions
+from openai.types import embedding_create_params as openai_embeddings
 from openai.types.chat import completion_create_params as openai_chat
+from openai.types.responses import response_create_params as openai_responses
 
 from kvweave.server.known_fields import IGNORED, REFUSED
 from kvweave.server.protocol import ChatBody, CompletionBody
+from kvweave.server.routes.embeddings import EmbeddingsBody
+from kvweave.server.routes.generate import GenerateBody
+from kvweave.server.routes.messages import CountTokensBody, MessagesBody
+from kvweave.server.routes.responses import ResponsesBody
 from support.serverkit import CHAT, complete, prompt_text, say
 
+AGENTS = Path(__file__).parents[2] / "docs" / "agents.md"
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 COMPLETIONS = "/v1/completions"
 BODIES = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
@@ -78,6 +87,35 @@ def known(path):
 )
 def test_no_field_of_another_server_is_unknown(path, server, names):
     assert set(names) - known(path) == set()
+
+
+SGLANG_GENERATE = """
+    text input_ids input_embeds image_data video_data audio_data sampling_params rid return_logprob
+    logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs stream
+    log_metrics return_hidden_states return_routed_experts routed_experts_start_len modalities
+    session_params lora_path custom_logit_processor bootstrap_host bootstrap_port bootstrap_room
+    data_parallel_rank background priority extra_key no_logs custom_labels return_bytes
+    require_reasoning
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        (ResponsesBody, openai_responses.ResponseCreateParamsBase.__annotations__),
+        (EmbeddingsBody, openai_embeddings.EmbeddingCreateParams.__annotations__),
+        (MessagesBody, anthropic_messages.MessageCreateParamsBase.__annotations__),
+        (CountTokensBody, anthropic_counts.MessageCountTokensParams.__annotations__),
+        (GenerateBody, SGLANG_GENERATE.split()),
+    ],
+)
+def test_no_field_of_the_other_protocols_is_unknown(body, names):
+    refused = {name for refusal in REFUSED for name in refusal.names}
+    ignored = {name for names in IGNORED for name in names.split()}
+    served = body.model_fields.keys()
+    assert set(names) - (served | body.ELSEWHERE.keys() | refused | ignored) == set()
+    words = set(re.findall(r"`([a-z_]+)", AGENTS.read_text() + DOCS.read_text()))
+    assert served - words == set()
 
 
 @pytest.mark.parametrize("path", BODIES)

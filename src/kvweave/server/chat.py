@@ -98,7 +98,7 @@ async def start_chat(
         [chat.prompt.ids],
         [chat.sampling],
         endpoint=endpoint,
-        prompt_field=names.get("messages", "messages"),
+        names={"prompt": names.get("messages", "messages"), **names},
         protected_from=chat.prompt.last_turn,
     )
     return StartedChat(generation, chat.plan, chat.notes)

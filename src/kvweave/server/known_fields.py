@@ -84,24 +84,25 @@ REFUSED: tuple[Refusal, ...] = (
 
 IGNORED: Mapping[str, str] = {
     "user safety_identifier metadata store service_tier custom_labels request_id inference_geo "
-    "user_profile_id workspace_id": ("bookkeeping (rid names a request here)"),
+    "user_profile_id workspace_id access_programs log_metrics no_logs": (
+        "bookkeeping (rid names a request here)"
+    ),
     "prompt_cache_options cache_prompt id_slot keep_alive prediction ngram_corpus_id speed": (
         "they may only change how fast the answer comes"
     ),
     "stream_interval stream_reasoning timings_per_token": "they only cut a stream differently",
     "length_penalty truncation_side mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold "
-    "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers": (
-        "they only qualify a field that is refused"
-    ),
+    "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
+    "background_options": "they only qualify a field that is refused",
     "spaces_between_special_tokens": "text is decoded without spaces added",
     "return_cached_tokens_details diagnostics": "usage always says what was cached",
-    "routed_experts_prompt_start routed_experts_start_len return_token_offsets return_mm_kwargs": (
-        "they only qualify what answers do not carry"
-    ),
+    "routed_experts_prompt_start routed_experts_start_len return_token_offsets return_mm_kwargs "
+    "return_bytes": ("they only qualify what answers do not carry"),
+    "require_reasoning": "reasoning comes before what a grammar describes",
     "max_tool_calls": "it limits tools that a server runs; here the client runs them",
     "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank": "for routers",
     "media_io_kwargs mm_processor_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video "
-    "images_config": "they only qualify images and sound, which are refused",
+    "images_config image": "they only qualify images and sound, which are refused",
 }
 
 _REFUSALS = {name: refusal for refusal in REFUSED for name in refusal.names}

@@ -118,12 +118,12 @@ class Service:
         sampling: Sequence[SamplingParams],
         *,
         endpoint: str,
-        prompt_field: str,
+        names: Mapping[str, str] = MappingProxyType({}),
         protected_from: int | None = None,
     ) -> Generation:
         """Runs `prompts`, each with its own parameters, as the body of any protocol asks.
 
-        `prompt_field`: where prompts come from in the body, for refusals.
+        `names`: what fields of the engine's request are called in the body, for refusals.
         """
         rid = body.rid or uuid.uuid4().hex
         current_rid.set(rid)  # until this HTTP request's task ends
@@ -153,6 +153,4 @@ class Service:
             )
             for request in requests
         ]
-        return Generation(
-            rid, requests, metrics, source=self.engine, live=self.live, prompt_field=prompt_field
-        )
+        return Generation(rid, requests, metrics, source=self.engine, live=self.live, names=names)

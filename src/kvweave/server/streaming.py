@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import JSONResponse, Response
@@ -84,15 +85,15 @@ class Generation:
         *,
         source: DeltaSource,
         live: LiveGenerations,
-        prompt_field: str = "prompt",
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`prompt_field`: where the prompt comes from in the body, for refusals."""
+        """`names`: what fields of the engine's request are called in the body, for refusals."""
         self.rid = rid
         self.requests = tuple(requests)
         self.metrics = tuple(metrics)
         self._source = source
         self._live = live
-        self._prompt_field = prompt_field
+        self._names = names
         self._tasks: list[asyncio.Task[None]] = []
         self._arrived: dict[tuple[int, int], OutputDelta] = {}
         self._news = asyncio.Event()
@@ -151,8 +152,8 @@ class Generation:
                     self._add(place, delta)
         except Exception as failure:
             self.metrics[place].fail(failure)
-            if isinstance(failure, RequestError) and failure.param == "prompt":
-                failure.param = self._prompt_field
+            if isinstance(failure, RequestError):
+                failure.param = self._names.get(failure.param or "", failure.param)
             self._failure = self._failure or failure
         finally:
             # The reader must see this task as done: wake it after this task has ended.

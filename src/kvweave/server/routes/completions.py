@@ -48,7 +48,6 @@ def completions_router(service: Service) -> APIRouter:
             prompts,
             [sampling] * len(prompts),
             endpoint="completions",
-            prompt_field="prompt",
         )
         return service.respond(generation, body, form, id_prefix="cmpl-")
 

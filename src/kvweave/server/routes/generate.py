@@ -110,6 +110,10 @@ def _param(name: str) -> str:
     return f"sampling_params.{_THEIRS.get(name, name)}"
 
 
+_PARAMS = {name: _param(name) for name in GenerationBody.model_fields.keys() - _NO_SAMPLING}
+"""Sampling parameters as refusals name them."""
+
+
 def generate_router(service: Service) -> APIRouter:
     """The route, bound to `service`."""
     router = APIRouter()
@@ -139,7 +143,7 @@ def generate_router(service: Service) -> APIRouter:
             *(reader.read(prompt, param=field) for prompt in body.prompts)
         )
         generation = service.generation(
-            body, prompts, sampling, endpoint="generate", prompt_field=field
+            body, prompts, sampling, endpoint="generate", names={**_PARAMS, "prompt": field}
         )
         writer = _GenerateWriter(generation, body, service.texts)
         return GenerationResponse(generation, writer, stream=body.stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.schemas import CountedTokens, MessageAnswer, NamedEvent, answers
 from kvweave.server.service import Service
 from kvweave.server.streaming import Batch, GenerationResponse
+from kvweave.server.tools import AnswerPart, CallPart, ReasoningPart, TextPart
 
 
 class CountTokensBody(RequestBody):
@@ -35,7 +37,8 @@ class CountTokensBody(RequestBody):
     NAMES: ClassVar[Mapping[str, str]] = {
         "max_completion_tokens": "max_tokens",
         "stop": "stop_sequences",
-        "reasoning_effort": "output_config",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
     }
     """Fields of the internal request, by other names than here."""
 
@@ -44,6 +47,7 @@ class CountTokensBody(RequestBody):
         messages = _turns(self.messages)
         if system := _texts(self.system or "", "system"):
             messages.insert(0, {"role": "system", "content": system})
+        choice = self.tool_choice or {}
         prefilled = messages[-1]["role"] == "assistant"
         if prefilled:
             _check_prefill(messages[-1])
@@ -53,6 +57,9 @@ class CountTokensBody(RequestBody):
             messages=messages,
             tools=[_tool(tool, f"tools.{at}") for at, tool in enumerate(self.tools or ())],
             continue_final_message=prefilled,
+            tool_choice=_tool_choice(choice),
+            parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
+            response_format=_response_format((self.output_config or {}).get("format")),
             reasoning_effort=self._effort(),
             move_volatile_head=self.move_volatile_head,
             **self._retention(),
@@ -71,8 +78,6 @@ class CountTokensBody(RequestBody):
 
     def _effort(self) -> str | None:
         config = self.output_config or {}
-        if config.get("format"):
-            raise RequestError("output_config.format is not offered", param="output_config")
         kind = (self.thinking or {"type": "adaptive"}).get("type")
         if kind == "disabled":
             return "none"
@@ -243,6 +248,23 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _tool_choice(choice: Mapping[str, Any]) -> Any:
+    """OpenAI's spelling of the same choice."""
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in (None, "auto", "any", "none"):
+        raise RequestError("tool_choice is auto, any, tool or none", param="tool_choice")
+    return "required" if kind == "any" else kind
+
+
+def _response_format(format: Any) -> Any:
+    if not isinstance(format, Mapping) or format.get("type") != "json_schema":
+        return format
+    schema = {"name": "output", "strict": True, "schema": format.get("schema")}
+    return {"type": "json_schema", "json_schema": schema}
+
+
 class _MessageWriter:
     """Writes the answer as a message, or as the events that build it up."""
 
@@ -264,6 +286,7 @@ class _MessageWriter:
             **chat.notes,
         }
         self._begun = False
+        self._parser = chat.plan.make_parser()
 
     def add(self, batch: Batch) -> Sequence[dict[str, Any]]:
         events: list[dict[str, Any]] = []
@@ -272,8 +295,11 @@ class _MessageWriter:
                 self._begun = True
                 start = {**self._message, "content": [], "usage": self._usage()}
                 events.append({"type": "message_start", "message": start})
-            if delta.text:
-                events += self._text(delta.text)
+            parts = self._parser.feed(delta.text)
+            if delta.finish_reason is not None:
+                parts += self._parser.finish()
+            for part in parts:
+                events += self._part(part)
             if delta.finish_reason is not None:
                 events += self._finish(delta)
         return events
@@ -281,16 +307,39 @@ class _MessageWriter:
     def end(self) -> dict[str, Any]:
         if self._stream:
             return {"type": "message_stop"}
-        return {**self._message, "content": self._blocks, "usage": self._usage()}
+        content = [_whole(block) for block in self._blocks]
+        return {**self._message, "content": content, "usage": self._usage()}
 
     def failed(self, failure: Exception) -> dict[str, Any]:
         return anthropic_error(body_of(failure), getattr(failure, "status", 500))
 
-    def _text(self, text: str) -> Iterable[dict[str, Any]]:
-        if not self._blocks:
-            yield from self._open({"type": "text", "text": ""})
-        self._blocks[-1]["text"] += text
-        yield self._delta({"type": "text_delta", "text": text})
+    def _part(self, part: AnswerPart) -> Iterable[dict[str, Any]]:
+        match part:
+            case TextPart(text):
+                yield from self._grow("text", "text", text, {"type": "text_delta", "text": text})
+            case ReasoningPart(text):
+                delta = {"type": "thinking_delta", "thinking": text}
+                yield from self._grow("thinking", "thinking", text, delta)
+            case CallPart():
+                if part.name is not None:
+                    name = f"toolu_{(part.id or '').removeprefix('call_')}"
+                    block = {"type": "tool_use", "id": name, "name": part.name, "input": {}}
+                    yield from self._open(block)
+                    self._blocks[-1]["input"] = ""  # the JSON so far
+                if part.arguments:
+                    self._blocks[-1]["input"] += part.arguments
+                    delta = {"type": "input_json_delta", "partial_json": part.arguments}
+                    yield self._delta(delta)
+
+    def _grow(
+        self, kind: str, field: str, text: str, delta: dict[str, Any]
+    ) -> Iterable[dict[str, Any]]:
+        """More of the last block, or the first of a new one if the last is of another kind."""
+        if not self._blocks or self._blocks[-1]["type"] != kind:
+            signed = {"signature": ""} if kind == "thinking" else {}
+            yield from self._open({"type": kind, field: "", **signed})
+        self._blocks[-1][field] += text
+        yield self._delta(delta)
 
     def _open(self, block: dict[str, Any]) -> Iterable[dict[str, Any]]:
         yield from self._close()
@@ -321,10 +370,28 @@ class _MessageWriter:
                 return "model_context_window_exceeded" if full else "max_tokens"
             case "abort":  # the server ended it: the client may send the answer back as prefill
                 return "pause_turn"
+        if any(block["type"] == "tool_use" for block in self._blocks):
+            return "tool_use"
         return "stop_sequence" if delta.matched_stop in self._stops else "end_turn"
 
     def _usage(self) -> dict[str, int]:
         return message_usage(self._metrics)
+
+
+def _whole(block: dict[str, Any]) -> dict[str, Any]:
+    """A block as a message holds it: with a call's arguments as an object.
+
+    Arguments that the limit cut off are under the name that Anthropic has for such.
+    """
+    if block["type"] != "tool_use":
+        return block
+    try:
+        arguments = json.loads(block["input"] or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = {"INVALID_JSON": block["input"]}
+    return {**block, "input": arguments}
 
 
 def message_usage(metrics: RequestMetrics) -> dict[str, int]:

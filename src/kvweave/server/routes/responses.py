@@ -24,6 +24,7 @@ from kvweave.server.schemas import answers
 from kvweave.server.service import Service
 from kvweave.server.stored_responses import ResponseStore
 from kvweave.server.streaming import Batch, GenerationResponse
+from kvweave.server.tools import AnswerPart, CallPart, ReasoningPart, TextPart
 
 _Salt = Annotated[str | None, Query(max_length=256)]
 _SCORES = "message.output_text.logprobs"
@@ -258,6 +259,10 @@ class _ResponseWriter:
         self._response |= chat.notes
         self._output: list[dict[str, Any]] = self._response["output"]
         self._number = 0
+        self._parser = chat.plan.make_parser()
+        self._scores: list[dict[str, Any]] = []
+        """Of tokens whose text is still to come."""
+        self._reasoning_tokens = 0
 
     def add(self, batch: Batch) -> Sequence[dict[str, Any]]:
         events: list[dict[str, Any]] = []
@@ -265,8 +270,14 @@ class _ResponseWriter:
             if self._number == 0:
                 begun = {"response": {**self._response, "output": []}}
                 events += [self._event("created", **begun), self._event("in_progress", **begun)]
-            if delta.text or (delta.logprobs and self._body.scored):
-                events += self._text(delta.text, scored_tokens(self._texts, delta.logprobs))
+            self._scores += scored_tokens(self._texts, delta.logprobs)
+            parts = self._parser.feed(delta.text)
+            if delta.finish_reason is not None:
+                parts += self._parser.finish()
+            for part in parts:
+                events += self._part(part)
+            if any(isinstance(part, ReasoningPart) for part in parts):
+                self._reasoning_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
                 events += self._finish(delta)
         return events
@@ -285,7 +296,7 @@ class _ResponseWriter:
 
     def failed(self, failure: Exception) -> dict[str, Any]:
         error = body_of(failure)["error"]
-        self._response |= {"status": "failed", "usage": response_usage(self._metrics)}
+        self._response |= {"status": "failed", "usage": self._usage()}
         self._response["error"] = {"code": "server_error", "message": error["message"]}
         return self._event("failed", response=self._response)
 
@@ -293,32 +304,57 @@ class _ResponseWriter:
         self._number += 1
         return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
 
+    def _item_at(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
     def _at(self) -> dict[str, Any]:
-        """Where the last part of the last item is."""
-        return {
-            "item_id": self._output[-1]["id"],
-            "output_index": len(self._output) - 1,
-            "content_index": 0,
-        }
+        """Where the only part of the last item is."""
+        return {**self._item_at(), "content_index": 0}
 
-    def _text(self, text: str, scores: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-        if not self._output:
-            item = {"type": "message", "role": "assistant", "content": []}
-            yield from self._open("msg", item)
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            yield self._event("content_part.added", part=part, **self._at())
-            self._output[-1]["content"] = [part]
-        part = self._output[-1]["content"][0]
-        part["text"] += text
-        part["logprobs"] = part["logprobs"] + scores
-        yield self._event("output_text.delta", delta=text, logprobs=scores, **self._at())
+    def _part(self, part: AnswerPart) -> Iterable[dict[str, Any]]:
+        scores, self._scores = self._scores, []
+        match part:
+            case TextPart(text):
+                if self._kind != "message":
+                    item = {"type": "message", "role": "assistant", "content": []}
+                    first = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                    yield from self._open("msg", item, first)
+                content = self._output[-1]["content"][0]
+                content["text"] += text
+                content["logprobs"] = content["logprobs"] + scores
+                yield self._event("output_text.delta", delta=text, logprobs=scores, **self._at())
+            case ReasoningPart(text):
+                if self._kind != "reasoning":
+                    item = {"type": "reasoning", "summary": [], "content": []}
+                    yield from self._open("rs", item, {"type": "reasoning_text", "text": ""})
+                self._output[-1]["content"][0]["text"] += text
+                yield self._event("reasoning_text.delta", delta=text, **self._at())
+            case CallPart():
+                if part.name is not None:
+                    item = {"type": "function_call", "name": part.name}
+                    yield from self._open("fc", {**item, "call_id": part.id, "arguments": ""})
+                if part.arguments:
+                    self._output[-1]["arguments"] += part.arguments
+                    at = self._item_at()
+                    yield self._event("function_call_arguments.delta", delta=part.arguments, **at)
 
-    def _open(self, prefix: str, item: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    @property
+    def _kind(self) -> str | None:
+        """The last item's type."""
+        return self._output[-1]["type"] if self._output else None
+
+    def _open(
+        self, prefix: str, item: dict[str, Any], part: dict[str, Any] | None = None
+    ) -> Iterable[dict[str, Any]]:
+        """The events that begin an item, with its only part."""
         yield from self._close("completed")
         item = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item}
         self._output.append(item)
         index = len(self._output) - 1
         yield self._event("output_item.added", item=dict(item), output_index=index)
+        if part is not None:
+            yield self._event("content_part.added", part=dict(part), **self._at())
+            item["content"] = [part]
 
     def _close(self, status: str) -> Iterable[dict[str, Any]]:
         """The events that end the last item, if there is one."""
@@ -326,11 +362,19 @@ class _ResponseWriter:
             return
         item = self._output[-1]
         item["status"] = status
-        if item["type"] == "message":
-            part = item["content"][0]
-            text = {"text": part["text"], "logprobs": part["logprobs"]}
-            yield self._event("output_text.done", **text, **self._at())
-            yield self._event("content_part.done", part=part, **self._at())
+        match item["type"]:
+            case "message":
+                part = item["content"][0]
+                text = {"text": part["text"], "logprobs": part["logprobs"]}
+                yield self._event("output_text.done", **text, **self._at())
+                yield self._event("content_part.done", part=part, **self._at())
+            case "reasoning":
+                part = item["content"][0]
+                yield self._event("reasoning_text.done", text=part["text"], **self._at())
+                yield self._event("content_part.done", part=part, **self._at())
+            case "function_call":
+                said = {"arguments": item["arguments"], "name": item["name"]}
+                yield self._event("function_call_arguments.done", **said, **self._item_at())
         index = len(self._output) - 1
         yield self._event("output_item.done", item=item, output_index=index)
 
@@ -344,8 +388,11 @@ class _ResponseWriter:
         self._response |= {
             "status": status,
             "completed_at": int(time.time()),
-            "usage": response_usage(self._metrics),
+            "usage": self._usage(),
         }
+
+    def _usage(self) -> dict[str, Any]:
+        return response_usage(self._metrics, self._reasoning_tokens)
 
 
 def _empty_response(body: ResponsesBody, model: str, stored: bool) -> dict[str, Any]:
@@ -380,13 +427,13 @@ def _empty_response(body: ResponsesBody, model: str, stored: bool) -> dict[str, 
     }
 
 
-def response_usage(metrics: RequestMetrics) -> dict[str, Any]:
+def response_usage(metrics: RequestMetrics, reasoning_tokens: int) -> dict[str, Any]:
     """The usage of an answer, with the names of this protocol."""
     usage = usage_body([metrics])
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage["total_tokens"],
     }
