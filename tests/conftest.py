@@ -46,7 +46,8 @@ def tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
 
     @functools.cache
     def load(name: str) -> LoadedModel:
-        return load_model(ModelConfig(model=str(tiny_folder(name)), device="cpu"))
+        model = ModelConfig(model=str(tiny_folder(name)), device="cpu", dtype="float32")
+        return load_model(model)
 
     return load
 
@@ -57,4 +58,4 @@ def packaged() -> LoadedModel:
     from kvweave.config import ModelConfig
     from kvweave.models import load_model
 
-    return load_model(ModelConfig(device="cpu"))
+    return load_model(ModelConfig(device="cpu", dtype="float32", quantization="none"))

@@ -6,6 +6,9 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
 
 from kvweave.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -104,3 +107,8 @@ class Driver:
     def _held_pages(self) -> int:
         pool, cache = self.engine.components.pool, self.engine.cache
         return pool.num_pages - pool.num_free - cache.evictable_pages
+
+
+def per_token(answer: Answer) -> float:
+    """Median seconds between two tokens, the first left out: it belongs to the prompt."""
+    return float(np.median([after - before for before, after in pairwise(answer.token_seconds)]))

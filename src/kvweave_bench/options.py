@@ -10,6 +10,7 @@ from kvweave.config.base import flag
 BENCHES = (
     "cold-groups",
     "engine",
+    "peers",
     "repeats",
     "moved",
     "shapes",
@@ -36,7 +37,9 @@ class BenchOptions:
     quick: bool = flag(False, "A smoke test in seconds: small, few, and no figures to quote.")
 
     html: str | None = flag(None, "File for a page with plots (bench quality).")
-    cells: str | None = flag(None, "Kinds of prompts, by commas; all without it (bench quality).")
+    cells: str | None = flag(
+        None, "Kinds of prompts, or figures, by commas; all without it (bench quality, peers)."
+    )
     arms: str | None = flag(
         None, "What is compared, as in copy/0,zero-mask/0; all without it (bench quality)."
     )

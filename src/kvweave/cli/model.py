@@ -92,7 +92,7 @@ def _loaded_facts(config: ModelConfig) -> dict[str, str]:
         "attention": f"{attention.name}, {_kernel(attention.name)}",
         "model": loaded.name,
         "from": loaded.path,
-        "kind": f"{loaded.config.model_type}, {str(loaded.dtype).removeprefix('torch.')}",
+        "kind": f"{loaded.config.model_type}, {loaded.number_types}",
         "context": f"{loaded.context_length:,} tokens",
         "KV": f"{len(loaded.layouts)} layers, {per_token / 1024:,.1f} KiB per token",
         "KV can move": "yes" if not fixed else f"no: {fixed[0]}",

@@ -31,6 +31,11 @@ class ModelConfig:
     dtype: str = flag(
         "auto", "Number type of weights and KV.", choices=("auto", "float32", "bfloat16")
     )
+    quantization: str = flag(
+        "auto",
+        "Bits of linear layers' weights on a CPU; auto keeps those of a GGUF file.",
+        choices=("auto", "none", "int8", "int4"),
+    )
     device: str = flag("auto", "Torch device: auto, cpu, cuda, cuda:1.")
     context_length: int | None = flag(
         None, "Longest prompt plus output; the model's own without it."

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from kvweave.kernels.linear import LinearKernels
+
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_native.so")
@@ -102,6 +104,7 @@ class Library:
         self.move = functions.kvweave_move
         self.move.argtypes = [ctypes.POINTER(MoveCall)]
         self.move.restype = None
+        self.linear = LinearKernels(functions)
 
 
 @cache

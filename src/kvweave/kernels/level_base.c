@@ -9,3 +9,4 @@
 #define NAMED(name) name##_base
 #include "attention_kernel.h"
 #include "move_kernel.h"
+#include "linear_kernel.h"

@@ -6,8 +6,10 @@ token to token, a head that ignores which rows are wanted) before the first requ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -16,12 +18,16 @@ from transformers import PreTrainedModel
 from kvweave.errors import UnsupportedModelError
 from kvweave.kv.layout import LayerLayout
 from kvweave.models import hooks
+from kvweave.models.decoder import Decoder, find_decoder
+from kvweave.models.quantized import bits_of
 
 _LENGTHS = (11, 1, 4)
 """Lengths of the rows, in tokens."""
 # Relative difference of logits that rounding explains; in narrow types it may choose other experts.
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_HALF = 1e-1
+_TOLERANCE_QUANTIZED = 5e-2
+"""Rows are rounded to 8 bits, and a difference in the last bit of a float may cross a boundary."""
 
 
 class Compatibility(NamedTuple):
@@ -31,6 +37,8 @@ class Compatibility(NamedTuple):
     """Logits per token."""
     prunes_tokens: bool
     """Tokens may drop out between its layers without a change for the others."""
+    decoder: Decoder | None
+    """Computes the same logits faster."""
 
 
 def check_compatibility(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> Compatibility:
@@ -45,14 +53,17 @@ def check_compatibility(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]
         packed = rows.packed(rows.ends - 1)
         if packed.shape != expected.shape:
             raise UnsupportedModelError("it cannot give the logits of chosen tokens only")
-        if not _close(packed, expected):
+        if not rows.close(packed, expected):
             raise UnsupportedModelError(
                 "it answers prompts that are computed together otherwise than each alone, so it "
                 "needs something that kvweave's attention does not have (such as biases on scores, "
                 "or state that runs from token to token)"
             )
         hooks.prepare(model)
-        return Compatibility(int(packed.shape[-1]), _prunes_tokens(rows, packed[1:]))
+        decoder = find_decoder(model, layouts)
+        if decoder is not None and not rows.close(rows.decoded(decoder), packed):
+            decoder = None
+        return Compatibility(int(packed.shape[-1]), _prunes_tokens(rows, packed[1:]), decoder)
 
 
 def _prunes_tokens(rows: _Rows, expected: torch.Tensor) -> bool:
@@ -78,13 +89,8 @@ def _prunes_tokens(rows: _Rows, expected: torch.Tensor) -> bool:
     return (
         len(dense.rows) < len(_LENGTHS)
         and found.shape == expected.shape
-        and _close(found, expected)
+        and rows.close(found, expected)
     )
-
-
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    error = (found - expected).float().norm() / expected.float().norm()
-    return bool(error < _TOLERANCE.get(found.dtype, _TOLERANCE_HALF))
 
 
 class _Rows:
@@ -97,6 +103,14 @@ class _Rows:
         self._positions = torch.cat([torch.arange(n, device=device) for n in _LENGTHS])
         self.ends = torch.tensor(_LENGTHS, device=device).cumsum(0)
         self.attention = _DensePacked(layouts, [0, *self.ends.tolist()])
+
+    def close(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether rounding explains the difference."""
+        tolerance = _TOLERANCE.get(found.dtype, _TOLERANCE_HALF)
+        if bits_of(self._model):
+            tolerance = max(tolerance, _TOLERANCE_QUANTIZED)
+        error = (found - expected).float().norm() / expected.float().norm()
+        return bool(error < tolerance)
 
     def alone(self) -> torch.Tensor:
         """Each row's last logits (rows, vocab), from a forward pass of its own."""
@@ -115,6 +129,34 @@ class _Rows:
                 logits_to_keep=at,
             ).logits[0]
         return logits
+
+    def decoded(self, decoder: Decoder) -> torch.Tensor:
+        """The rows' last logits, by `decoder`."""
+        attention = _DecoderAttention(self._positions, self.attention)
+        return decoder.run(self._ids, max(_LENGTHS), self.ends - 1, attention)
+
+
+@dataclass(frozen=True)
+class _DecoderAttention:
+    """The same attention for a Decoder."""
+
+    positions: torch.Tensor
+    dense: _DensePacked
+
+    def targets(self, layer: int) -> None:
+        return None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None,
+        scale: float,
+    ) -> torch.Tensor:
+        assert fresh is not None
+        module: Any = SimpleNamespace(layer_idx=layer)
+        q, k, v = (each.transpose(0, 1)[None] for each in (query, *fresh))
+        return self.dense(module, q, k, v, None, scaling=scale)[0][0].contiguous()
 
 
 class _DensePacked:

@@ -69,6 +69,12 @@ def interruptible(wanted: Callable[[], bool]) -> Iterator[None]:
         _here.wanted = outer
 
 
+def interrupt_if_wanted() -> None:
+    """Raise ForwardInterruptedError if this thread is wanted, see `interruptible`."""
+    if _here.wanted is not None and _here.wanted():
+        raise ForwardInterruptedError("the thread that runs this forward pass is wanted elsewhere")
+
+
 @contextmanager
 def token_pruning(function: TokenPruning | None) -> Iterator[None]:
     """Let `function` change the arguments of this thread's decoder layers within the block.
@@ -134,8 +140,7 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
 def _attend(module: torch.nn.Module, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
     if _here.function is None:
         raise KvweaveError("a model that kvweave serves was run outside a forward pass of kvweave")
-    if _here.wanted is not None and _here.wanted():
-        raise ForwardInterruptedError("the thread that runs this forward pass is wanted elsewhere")
+    interrupt_if_wanted()
     return _here.function(module, *args, **options)
 
 

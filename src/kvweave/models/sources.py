@@ -30,6 +30,8 @@ class Source:
     settings: PreTrainedConfig
     fingerprint: str
     revision: str | None = None
+    dequantized: bool = False
+    """The folder holds the float weights of a GGUF file, in the cache folder."""
 
 
 def find_source(
@@ -44,7 +46,8 @@ def find_source(
         from kvweave.models import packaged
 
         folder = packaged.packaged_model(progress=progress)
-        return Source(str(folder), packaged.NAME, _settings(folder), packaged.SHA256[:32])
+        fingerprint = packaged.SHA256[:32]
+        return Source(str(folder), packaged.NAME, _settings(folder), fingerprint, dequantized=True)
     path = Path(model).expanduser()
     if path.is_dir():
         return _from_folder(path, progress)
@@ -76,7 +79,7 @@ def _from_gguf(file: Path, dtype: torch.dtype, progress: Progress) -> Source:
     folder = gguf.converted_folder(file.stem, fingerprint, dtype)
     if not folder.is_dir():
         gguf.convert(file, folder, dtype, progress=progress)
-    return Source(str(folder), file.stem, _settings(folder), fingerprint)
+    return Source(str(folder), file.stem, _settings(folder), fingerprint, dequantized=True)
 
 
 def _from_hub(name: str, revision: str | None) -> Source:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 
 from kvweave.config import CacheConfig, EngineConfig
 from kvweave_bench.base import Bench
-from kvweave_bench.driver import Answer, Driver
+from kvweave_bench.driver import Driver, per_token
 from kvweave_bench.measure import Against, alternate, row
 from kvweave_bench.reference import Reference, plain_transformers
 from kvweave_bench.report import Row
@@ -56,7 +55,7 @@ def _decode_and_append(setting: Setting, reference: Reference, context: int) -> 
     reference.prefill(prefix)
 
     def decode(_: int) -> float:
-        return _per_token(driver.serve([prefix], max_tokens=_DECODED + 1)[0])
+        return per_token(driver.serve([prefix], max_tokens=_DECODED + 1)[0])
 
     def their_decode(_: int) -> float:
         return float(np.median(reference.decode(_DECODED)))
@@ -110,11 +109,6 @@ def _decode_together(setting: Setting) -> list[Row]:
         row(metric, "together", figures["together"], "tokens/s", against),
         row(metric, _ALONE, figures[_ALONE], "tokens/s"),
     ]
-
-
-def _per_token(answer: Answer) -> float:
-    """Median seconds between two tokens, the first left out: it belongs to the prompt."""
-    return float(np.median([after - before for before, after in pairwise(answer.token_seconds)]))
 
 
 def _driver(setting: Setting, backend: str, slots: int) -> Driver:

@@ -62,10 +62,14 @@ class ModelRunner:
         logits_at = self._tensor(batch.logits_at)
         if selector is not None and selector.stops:
             self._pruning = TokenPruning(selector, self._attention, logits_at, self._begin)
+        ids, decoder = self._tensor(batch.token_ids), self.loaded.decoder
         try:
+            if decoder is not None:
+                longest = self._attention.longest
+                return decoder.run(ids, longest, logits_at, self, self._pruning)
             with hooks.token_pruning(self._pruning):
                 output = self.loaded.model(
-                    input_ids=self._tensor(batch.token_ids)[None],
+                    input_ids=ids[None],
                     position_ids=self._attention.positions[None],
                     use_cache=False,
                     logits_to_keep=logits_at,
@@ -74,6 +78,17 @@ class ModelRunner:
             self._pruning = None
         logits: torch.Tensor = output.logits[0]
         return logits.float()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """See models.decoder.DecoderAttention."""
+        return self._attention.positions
+
+    def targets(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """See models.decoder.DecoderAttention."""
+        if self._pruning is not None or self.kv.dtype != torch.float32:
+            return None
+        return self.kv.keys[layer], self.kv.values[layer], self._attention.slots
 
     def _begin(self, attention: AttentionBatch) -> None:
         self._attention = attention
@@ -108,19 +123,31 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, None]:
         """The attention function of every layer, as transformers calls it (see models.hooks)."""
         layer: int = module.layer_idx  # type: ignore[assignment]
+        scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+        fresh = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+        # Models compute rotated queries in the memory order (tokens, heads, dim): no copy here.
+        queries = query[0].transpose(0, 1).contiguous()
+        return self.attend(layer, queries, fresh, scale, softcap)[None], None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See models.decoder.DecoderAttention."""
         call = self._calls.get(layer)
         if call is None:
             # A layer's scale and softcap are the model's constants: noted once.
-            scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
             call = LayerCall(layer, scale, self.kv.layouts[layer].window, softcap)
             self._calls[layer] = call
-        fresh, slots = (key[0].transpose(0, 1), value[0].transpose(0, 1)), self._attention.slots
-        if self._pruning is not None:
-            self._pruning.observe(layer, *fresh, slots, self.kv)
-        self.kv.write(layer, slots, *fresh)
-        # Models compute rotated queries in the memory order (tokens, heads, dim): no copy here.
-        queries = query[0].transpose(0, 1).contiguous()
+        if fresh is not None:
+            slots = self._attention.slots
+            if self._pruning is not None:
+                self._pruning.observe(layer, *fresh, slots, self.kv)
+            self.kv.write(layer, slots, *fresh)
         if self._question is not None:
-            self._question.see(queries, self.kv, call)
-        output = self.backend.attend(queries, self.kv, call)
-        return output[None], None
+            self._question.see(query, self.kv, call)
+        return self.backend.attend(query, self.kv, call)
