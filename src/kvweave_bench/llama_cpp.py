@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import time
 from typing import Any
 
@@ -17,16 +18,18 @@ _BATCH = 2048
 _SEQUENCES = 8
 
 
+def check_installed() -> None:
+    """Raise KvweaveError without the package."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise KvweaveError("llama.cpp is compared with: pip install 'kvweave[peers]' first")
+
+
 class LlamaCpp:
     """A GGUF model with one context per sequence. See `reference.Reference` for the methods."""
 
     def __init__(self, path: str, threads: int, context: int, *, flash_attention: bool) -> None:
-        try:
-            import llama_cpp
-        except ImportError as error:
-            raise KvweaveError(
-                "bench peers compares with llama.cpp: pip install 'kvweave[peers]'"
-            ) from error
+        import llama_cpp
+
         self._api: Any = llama_cpp
         self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))

@@ -78,6 +78,14 @@ def test_drafts_change_no_answer_and_what_they_were_worth_is_counted(run: Run) -
     assert (speedup.baseline, speedup.value) == ("none", speedup.ratio)
 
 
+def test_peers_are_compared_with_only_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KvweaveError, match="not 'speed'"):
+        run_bench("peers", BenchOptions(quick=True, cells="memory,speed"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(KvweaveError, match=r"pip install 'kvweave\[peers\]'"):
+        run_bench("peers", BenchOptions(quick=True))
+
+
 def test_moved_documents_are_served_and_right(run: Run) -> None:
     report = run("moved")
     assert values(report, "served") == {"512": 1.0}

@@ -16,9 +16,11 @@ from kvweave.config import ModelConfig
 from kvweave.engine.attention import get_backend
 from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.execution.runner import ModelRunner
+from kvweave.engine.selfcheck.quantization import quantization_cost
 from kvweave.errors import ConfigError
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import LoadedModel, load_model
+from kvweave.models.cache import silent
 from kvweave.models.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from support.tinymodels import CONTEXT, VOCABULARY
 
@@ -147,6 +149,19 @@ def test_the_packaged_model_keeps_its_bits_and_little_memory(
     assert embedding.quantized is again.model.get_output_embeddings().quantized
     assert embedding.quantized.nbytes < 31e6
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_the_cost_of_quantised_weights_is_measured(
+    tiny: Callable[[str], LoadedModel], tiny_folder: Callable[[str], Path]
+) -> None:
+    settings = ModelConfig(model=str(tiny_folder("llama")), device="cpu", quantization="int8")
+    settings = replace(settings, dtype="float32")
+    cost = quantization_cost(settings, load_model(settings), silent)
+    assert cost is not None
+    assert 0 < cost.kl_mean <= cost.kl_worst < 0.1
+    assert cost.perplexity == pytest.approx(cost.float_perplexity, rel=0.05)
+    assert cost.same_top > 0.8
+    assert quantization_cost(settings, tiny("llama"), silent) is None
 
 
 def test_weights_that_lose_by_it_are_not_quantised_by_auto() -> None:

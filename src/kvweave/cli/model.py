@@ -117,6 +117,7 @@ def check_model(model: ModelConfig, fuzzy: FuzzyConfig) -> None:
     check_machine(EngineConfig(model=model, fuzzy=fuzzy))
     # Imported here: torch and the models' code take seconds to load.
     from kvweave.engine.selfcheck import gate
+    from kvweave.engine.selfcheck.quantization import quantization_cost
     from kvweave.models import load_model
     from kvweave.prefix.registry import approximate_backends
 
@@ -125,9 +126,12 @@ def check_model(model: ModelConfig, fuzzy: FuzzyConfig) -> None:
         loaded = load_model(model, progress)
         config = EngineConfig(model=model, cache=cache, fuzzy=fuzzy)
         check = gate.check_model(config, loaded, progress, afresh=True)
+        cost = quantization_cost(model, loaded, progress)
     console = Console(highlight=False)
     if check.measured:
         console.print(_table(check.measured))
+    if cost is not None:
+        console.print(f"{cost}.", soft_wrap=True, markup=False)
     console.print(f"{check.sentence}.", soft_wrap=True, markup=False)
     if not check.passed:
         raise typer.Exit(FAILED)

@@ -21,6 +21,7 @@ from kvweave.models import packaged
 from kvweave_bench import reference
 from kvweave_bench.base import Bench
 from kvweave_bench.driver import Driver, per_token
+from kvweave_bench.llama_cpp import check_installed
 from kvweave_bench.measure import Against, alternate, row
 from kvweave_bench.reference import Reference
 from kvweave_bench.report import Row
@@ -41,6 +42,7 @@ def measure(setting: Setting) -> list[Row]:
     """Times of ours and theirs in turns; the memory of each in a process of its own."""
     long, short = _SHORT if setting.quick else _LONG
     wanted = _wanted(setting.options.cells)
+    check_installed()
     rows: list[Row] = []
     with _peers(setting, max(2 * long, 2 * _TOGETHER * (_TOGETHER_PROMPT + _DECODED))) as peers:
         race = _Race(setting, peers)
