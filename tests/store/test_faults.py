@@ -11,7 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
+from kvweave.cli.store import Action, store
+from kvweave.errors import ConfigError
 from kvweave.store.pages import folders_in, look_at
 from support.enginekit import FAMILIES, World, oracle_answer, prompt, request
 from support.storekit import settle, stored_world
@@ -230,3 +233,25 @@ def test_the_folders_of_other_models_make_room(tmp_path: Path):
         world.engine.close()
     names = [at.name for at in folders_in(tmp_path)]
     assert 1 <= len(names) < 3
+
+
+def test_the_command_shows_checks_and_deletes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    filled(tmp_path)
+    (folder,) = folders_in(tmp_path)
+    store(Action.INFO, tmp_path)
+    store(Action.VERIFY, tmp_path)
+    assert "0 damaged" in capsys.readouterr().out
+    with (folder / "pages").open("r+b") as file:
+        file.write(b"\xff" * 10)
+    with pytest.raises(typer.Exit):
+        store(Action.VERIFY, tmp_path)
+    world = stored_world(tmp_path)
+    store(Action.PURGE, tmp_path)
+    assert "kept" in capsys.readouterr().out
+    world.engine.close()
+    store(Action.PURGE, tmp_path)
+    assert not folders_in(tmp_path)
+    store(Action.INFO, tmp_path)
+    assert "nothing is stored" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="cannot be read"):
+        store(Action.INFO, tmp_path / "nowhere")

@@ -44,7 +44,7 @@ logger = logging.getLogger("kvweave.engine")
 
 MAX_FAILURES = 5
 """Steps in a row without a result before the engine tests itself."""
-_STORE_SECONDS, _IDLE_STORE_SECONDS = 0.001, 0.02
+_STORE_SECONDS, _IDLE_STORE_SECONDS = 0.001, 0.005
 """For copies from and to the store between two steps, while requests run and while none does."""
 _IDLE_SECONDS = 0.002
 """Between two looks at the waiting requests, while all of them wait for the store."""

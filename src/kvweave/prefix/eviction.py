@@ -152,7 +152,7 @@ class Retention(Generic[Item]):
 
     def drop(self, items: Iterable[Item]) -> None:
         """These are not cached any more."""
-        gone = [item for item in items if item in self._until]
+        gone = {item for item in items if item in self._until}
         if gone:
             self._replace({item: end for item, end in self._until.items() if item not in gone})
 

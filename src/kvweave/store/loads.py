@@ -146,7 +146,10 @@ class Loads:
             self._late_in_a_row = 0
         if self._loads.get(load.view.rid) is not load:
             return  # it has gone ahead, or away
-        load.paths = deque(paths or ())
+        if not paths:
+            del self._loads[load.view.rid]
+            return
+        load.paths = deque(paths)
         gain = sum(path.gain for path in load.paths)
         load.deadline = time.monotonic() + self._wait_for(gain, _LONGEST_WAIT)
 
