@@ -14,8 +14,15 @@ from kvweave.server.protocol import (
     DetokenizeBody,
     TokenizeBody,
 )
+from kvweave.server.routes.generate import GenerateBody
+from kvweave.server.routes.messages import CountTokensBody, MessagesBody
+from kvweave.server.routes.responses import ResponsesBody
 
 BODIES = {
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+    "/generate": GenerateBody,
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/tokenize": TokenizeBody,
@@ -23,6 +30,9 @@ BODIES = {
     "/abort_request": AbortBody,
 }
 PLAUSIBLE = {
+    "input": "x",
+    "text": "x",
+    "max_tokens": 3,
     "prompt": "x",
     "messages": [{"role": "user", "content": "x"}],
     "tokens": [1],
@@ -48,6 +58,8 @@ values = st.recursive(
 def bodies(draw, model):
     fields = [*model.model_fields, *_REFUSALS]
     body = {name: value for name, value in PLAUSIBLE.items() if name in fields}
+    if model is ResponsesBody:
+        del body["text"]  # there, it is no text
     for name in draw(st.lists(st.sampled_from(fields), max_size=4, unique=True)):
         body[name] = draw(values)
     return body

@@ -194,6 +194,8 @@ def test_items_reach_the_template():
         ("input.0", {"input": [{"type": "item_reference", "id": "x"}]}),
         ("input.0.content.0", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
         ("input.0.content", {"input": [{"role": "user", "content": 5}]}),
+        ("input.0", {"input": [{"type": "reasoning", "summary": "Hm."}]}),
+        ("text.format", {"text": {"format": "json"}}),
         ("tools.0", {"tools": [{"type": "web_search"}]}),
         ("max_output_tokens", {"max_output_tokens": -1}),
         ("text.verbosity", {"text": {"verbosity": "low"}}),

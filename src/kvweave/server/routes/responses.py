@@ -181,6 +181,10 @@ def _turns(items: Sequence[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
                 yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
             case "reasoning":
                 parts = item.get("content") or item.get("summary") or ()
+                if not isinstance(parts, list | tuple) or not all(
+                    isinstance(part, dict) for part in parts
+                ):
+                    raise RequestError(f"{where} holds a list of texts", param=where)
                 thought = "\n".join(str(part.get("text", "")) for part in parts)
                 yield {"role": "assistant", "content": [], "reasoning_content": thought}
             case other:
@@ -231,8 +235,8 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
     return choice
 
 
-def _response_format(format: Mapping[str, Any] | None) -> Any:
-    if format is None or format.get("type") != "json_schema":
+def _response_format(format: Any) -> Any:
+    if not isinstance(format, dict) or format.get("type") != "json_schema":
         return format
     return {"type": "json_schema", "json_schema": {k: v for k, v in format.items() if k != "type"}}
 
