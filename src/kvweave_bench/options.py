@@ -19,6 +19,7 @@ BENCHES = (
     "salts",
     "heal",
     "restart",
+    "grammar",
     "paraphrase-gate",
     "semantic",
     "quality",

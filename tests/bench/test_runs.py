@@ -197,3 +197,14 @@ def test_bad_options_are_named_together() -> None:
     with pytest.raises(ConfigError) as caught:
         run_bench("lookup", BenchOptions(n=0, seed=-1))
     assert len(caught.value.problems) == 2
+
+
+def test_grammar_counts_what_validates(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    schemas = [{"const": text * 12} for text in "abcdefgh"]
+    schemas.insert(0, {"type": "array", "uniqueItems": True})
+    monkeypatch.setattr("kvweave_bench.runs.grammar._schemas", lambda: iter(schemas))
+    report = run("grammar", n=8)
+    assert values(report, "valid_share") == {"json_schema": 1.0}
+    assert values(report, "ended_share") == {"json_schema": 1.0}
+    assert values(report, "refused")["json_schema"] <= 1
+    assert by_variant(report, "token_time_ratio")["json_schema"].baseline == "none"
