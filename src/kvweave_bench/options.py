@@ -44,8 +44,11 @@ class BenchOptions:
     arms: str | None = flag(
         None, "What is compared, as in copy/0,zero-mask/0; all without it (bench quality)."
     )
+    neighbour: bool | None = flag(
+        None, "Measure beside a process that keeps one core busy (bench engine)."
+    )
 
-    SPECIAL: ClassVar[tuple[str, ...]] = ("html", "cells", "arms")
+    SPECIAL: ClassVar[tuple[str, ...]] = ("html", "cells", "arms", "neighbour")
     """Options that only some benches take."""
 
     def problems(self) -> list[str]:

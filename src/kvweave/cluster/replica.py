@@ -32,7 +32,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, config: EngineConfig, threads: int | None = None
     ) -> None:
-        """`threads`: CPU threads of this replica's arithmetic; torch's own choice without it."""
+        """`threads`: CPU threads of this replica's arithmetic, where `config` says nothing."""
         # Imported here: Ray unpickles this class also in processes without a model.
         import torch
 
@@ -42,8 +42,10 @@ class EngineReplica:
         from kvweave.models import load_model
         from kvweave.server.model_card import engine_info
 
+        threads = config.model.threads or threads
         if threads is not None:
             torch.set_num_threads(threads)
+            config = replace(config, model=replace(config.model, threads=threads))
         loaded = await asyncio.to_thread(load_model, config.model)
         config, check = await asyncio.to_thread(guarded, config, loaded)
         self._facts = engine_info(loaded, config, check)

@@ -37,6 +37,11 @@ class ModelConfig:
         choices=("auto", "none", "int8", "int4"),
     )
     device: str = flag("auto", "Torch device: auto, cpu, cuda, cuda:1.")
+    threads: int | None = flag(
+        None,
+        "Most CPU threads of a step; as many as there are cores without it. Steps use fewer while "
+        "other processes need the cores.",
+    )
     context_length: int | None = flag(
         None, "Longest prompt plus output; the model's own without it."
     )
@@ -54,7 +59,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(filter(None, names)))
 
     def problems(self) -> list[str]:
-        found = positive(self, "context_length")
+        found = positive(self, "context_length", "threads")
         kind, _, number = self.device.partition(":")
         if kind not in _DEVICES or not (number.isdecimal() or kind == self.device):
             found.append(

@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from kvweave.engine.execution.batch import ForwardBatch
+from kvweave.engine.execution.threads import StepThreads
 from kvweave.kv.pool import PagePool
 from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.events import EventSink
@@ -44,3 +45,5 @@ class EngineComponents:
     interruptible: Interruptible = _uninterruptible
     store: Offloader | None = None
     """Keeps the cache's KV on disk."""
+    threads: StepThreads | None = None
+    """None: the steps are no work for CPU threads."""

@@ -183,6 +183,7 @@ class Engine:
         if self._store is not None and self._store.pump(_IDLE_STORE_SECONDS):
             self._best_effort(self._tell)
             return True
+        self._best_effort(self._begin_step, self.config.scheduler.chunked_prefill_size)
         if not self._healer.step(wanted):
             return False
         self._best_effort(self._tell)
@@ -266,6 +267,7 @@ class Engine:
         states = {s: self._answers[s].sampling for s in (row.sequence for row in step.rows)}
         last: Exception | None = None
         computed = False
+        self._best_effort(self._begin_step, sum(row.count for row in step.rows))
         began = time.perf_counter()
         for row, output in self._executor.run(step.rows, states):
             computed |= output.computed
@@ -276,6 +278,8 @@ class Engine:
                 self._fail(row.sequence, error, logged=output.logged)
         took = time.perf_counter() - began
         self.scheduler.took(took)
+        if self.components.threads is not None:
+            self.components.threads.took(took)
         if self._store is not None:
             tokens = sum(row.count for row in step.rows if row.prefill)
             self._store.stepped(tokens, took)
@@ -283,6 +287,10 @@ class Engine:
             self._failures = 0
         elif last is not None:
             self._got_nothing_done(last, self._executor.work)
+
+    def _begin_step(self, tokens: int) -> None:
+        if self.components.threads is not None:
+            self.components.threads.begin(tokens)
 
     def _advance(self, row: Row, output: RowOutput) -> None:
         """Count the progress of a row and add its tokens to its answer."""

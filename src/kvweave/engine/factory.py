@@ -14,6 +14,7 @@ from kvweave.config.events import EventsConfig
 from kvweave.engine.attention import get_backend
 from kvweave.engine.components import EngineComponents
 from kvweave.engine.execution.runner import ModelRunner
+from kvweave.engine.execution.threads import StepThreads
 from kvweave.errors import ConfigError
 from kvweave.events import open_sink
 from kvweave.fuzzy.recompute import SEAMS, STRATEGIES
@@ -69,7 +70,8 @@ def build_components(
     # Last: it takes addresses, and starts a thread.
     events = None if wanted is None else open_sink(wanted)
     store = open_store(config, loaded.identity, cache, kv)
-    return EngineComponents(pool, cache, runner, events, hooks.interruptible, store)
+    threads = StepThreads(config.model.threads) if loaded.device.type == "cpu" else None
+    return EngineComponents(pool, cache, runner, events, hooks.interruptible, store, threads)
 
 
 def open_store(
