@@ -108,7 +108,7 @@ def set_traps(audit: Audit) -> None:
     trap = audit.trap
     before(Service, "respond", lambda _, body, *__: trap("server", [body.rid or ""]))
     before(RequestMetrics, "note", lambda trace, _: trap("trace", [trace.rid]))
-    before(SequenceOutputFactory, "make", lambda _, s, __: trap("make", [s.group.request.rid]))
+    before(SequenceOutputFactory, "make", lambda _, s, *__: trap("make", [s.group.request.rid]))
     for cache in (RadixCache, HashCache):
         before(cache, "lease", lambda _, view: trap("lease", [view.rid]))
         before(cache, "publish", lambda _, lease, *__: trap("publish", [lease.rid]))
