@@ -20,6 +20,7 @@ BENCHES = (
     "heal",
     "restart",
     "grammar",
+    "kv-dtype",
     "paraphrase-gate",
     "semantic",
     "quality",

@@ -96,6 +96,17 @@ def test_moved_documents_are_served_and_right(run: Run) -> None:
     assert speedup.ratio == speedup.value
 
 
+def test_types_of_kv_are_compared_with_float32(run: Run) -> None:
+    report = run("kv-dtype")
+    kl = values(report, "kl_mean")
+    assert kl.keys() == {
+        f"{t}, {kind}" for t in ("bfloat16", "int8") for kind in ("exact", "moved")
+    }
+    assert all(0 < each < 0.1 for each in kl.values())
+    assert values(report, "pool_tokens")["bfloat16"] == 2.0
+    assert by_variant(report, "decode_after_512")["int8"].baseline == "float32"
+
+
 def test_shapes_are_measured_against_the_oracle(run: Run) -> None:
     report = run("shapes")
     served, oracle = values(report, "served_share"), values(report, "oracle_share")

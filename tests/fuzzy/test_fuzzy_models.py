@@ -7,6 +7,7 @@ there a moved span must equal what computing it would have given.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,8 +67,9 @@ class Bench:
         size = self.kv.page_size
         at = np.arange(len(tokens))
         slots = torch.from_numpy(lease.pages[at // size].astype(np.int64) * size + at % size)
-        keys = [layer[slots].clone() for layer in self.kv.keys]
-        values = [layer[slots].clone() for layer in self.kv.values]
+        layers = range(len(self.kv.layouts))
+        keys = [self.kv.read_keys(layer, slots) for layer in layers]
+        values = [self.kv.read_values(layer, slots) for layer in layers]
         plan = lease.plan
         self.engine.abort(sequence.group.request.rid)
         return plan, keys, values
@@ -114,6 +116,27 @@ def test_layer_zero_is_what_computing_it_would_have_given(
         return np.random.default_rng(seed).integers(0, 256, length).tolist()  # type: ignore[no-any-return]
 
     check_moved(tiny(kind), tokens, page=(1, 4, 16)[len(kind) % 3])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gptj", "phi3", "mla_interleaved", "mistral"])
+def test_int8_keys_that_moved_are_as_near_as_two_roundings_allow(
+    kind: str, tiny: Callable[[str], LoadedModel]
+) -> None:
+    rng = np.random.default_rng(1)
+    document, head, tail = (rng.integers(0, 256, n).tolist() for n in (90, 30, 9))
+    loaded = replace(tiny(kind), kv_dtype=torch.int8)
+    warm, cold = Bench(loaded, "fuzzy_match"), Bench(tiny(kind), "none")
+    warm.serve(head[:7] + document + tail)
+    plan, keys, values = warm.computed(head + document + tail[::-1])
+    _, true_keys, true_values = cold.computed(head + document + tail[::-1])
+    assert plan.served > 70
+    for got, true, roundings in (
+        (keys[0], true_keys[0], 1.25),  # turning may enlarge a scale by sqrt(2)
+        (values[0], true_values[0], 0.51),
+    ):
+        step = true.abs().amax(-1, keepdim=True) / 127
+        assert bool(((got - true).abs() <= roundings * step).all())
+    assert not torch.equal(keys[0], true_keys[0])
 
 
 @pytest.mark.model

@@ -34,8 +34,9 @@ PAGES, PAGE_SIZE = 60, 16
 def filled(dtype: torch.dtype) -> KVTensors:
     kv = KVTensors(LAYOUTS, PAGES, PAGE_SIZE, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
-    for tensor in (*kv.keys, *kv.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    slots = torch.arange(kv.num_slots)
+    for layer, pools in enumerate(zip(kv.keys, kv.values, strict=True)):
+        kv.write(layer, slots, *(torch.randn(each.shape, generator=generator) for each in pools))
     return kv
 
 
@@ -96,6 +97,29 @@ def test_every_layer_of_every_run_is_moved_and_nothing_else(seed: int, dtype: to
                 assert (got != want).float().mean() < 0.002
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_int8_keys_are_turned_once_and_rounded_once(seed: int) -> None:
+    runs, before = draw_runs(seed), filled(torch.int8)
+    every = torch.arange(before.num_slots)
+    touched = torch.zeros(before.num_slots, dtype=torch.bool)
+    for run in runs:
+        touched[torch.from_numpy(run.targets).long()] = True
+    for kv, mover in movers(torch.int8):
+        mover.move(runs)
+        for layer, layout in enumerate(LAYOUTS):
+            assert layout.rotary is not None
+            keys, values = before.read_keys(layer, every), before.read_values(layer, every)
+            for run in runs:
+                source, target = (torch.from_numpy(at).long() for at in (run.sources, run.targets))
+                keys[target] = relocate(keys[source], layout.rotary, run.delta)
+                values[target] = values[source]
+            assert torch.equal(kv.read_values(layer, every), values)
+            got = kv.read_keys(layer, every)
+            assert torch.equal(got[~touched], keys[~touched])
+            step = keys.abs().amax(-1, keepdim=True) / 127
+            assert bool(((got - keys).abs() <= 0.501 * step).all())
+
+
 def test_a_thousand_shifts_of_one_donor_do_not_degrade() -> None:
     """Each is one rotation from the exact donor: the thousandth is as good as the first."""
     source, target = np.arange(20, dtype=np.int32), np.arange(100, 120, dtype=np.int32)
@@ -109,9 +133,10 @@ def test_a_thousand_shifts_of_one_donor_do_not_degrade() -> None:
         torch.testing.assert_close(kv.keys[0][100:120].double(), right, atol=2e-6, rtol=1e-6)
 
 
-def test_zeroed_layers_hold_zeros_and_the_others_the_donor() -> None:
-    for kv, mover in movers():
-        for tensor in (*kv.keys, *kv.values):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_zeroed_layers_hold_zeros_and_the_others_the_donor(dtype: torch.dtype) -> None:
+    for kv, mover in movers(dtype):
+        for tensor in (*kv.keys, *kv.values, *kv.key_scales, *kv.value_scales):
             tensor[50:60] = 1
         run = MoveRun(
             np.arange(10, dtype=np.int32), np.arange(50, 60, dtype=np.int32), 8, frozenset({1, 3})

@@ -42,9 +42,14 @@ def make_kv(
     seen = torch.zeros(kv.num_slots, dtype=torch.bool)
     for row in range(batch.rows):
         seen[_seen_slots(batch, row, layout.window)] = True
-    for pool in (kv.keys[0], kv.values[0]):
-        pool.copy_(torch.randn(pool.shape, generator=generator))
-        pool[~seen] = torch.nan
+    slots = torch.arange(kv.num_slots)
+    kv.write(
+        0,
+        slots,
+        *(torch.randn(pool[0].shape, generator=generator) for pool in (kv.keys, kv.values)),
+    )
+    for pool in (kv.key_scales, kv.value_scales) if dtype == torch.int8 else (kv.keys, kv.values):
+        pool[0][~seen] = torch.nan
     return kv
 
 
@@ -52,7 +57,10 @@ def expected(
     batch: AttentionBatch, query: torch.Tensor, kv: KVTensors, call: LayerCall
 ) -> torch.Tensor:
     """Attention in float64, one row and one head at a time."""
-    keys, values = kv.keys[call.layer].double(), kv.values[call.layer].double()
+    every = torch.arange(kv.num_slots)
+    keys, values = (
+        read(call.layer, every, torch.float64) for read in (kv.read_keys, kv.read_values)
+    )
     group = query.shape[1] // keys.shape[1]
     out = torch.zeros(query.shape[0], query.shape[1], values.shape[2], dtype=torch.float64)
     for row in range(batch.rows):

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -85,7 +85,7 @@ def _loaded_facts(config: ModelConfig) -> dict[str, str]:
     with loading_bar() as progress:
         loaded = load_model(config, progress)
     attention = get_backend(config.attention_backend, loaded.device)
-    per_token = KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype)
+    per_token = KVTensors.bytes_per_slot(loaded.layouts, loaded.kv_dtype)
     fixed = [layout.fixed_because for layout in loaded.layouts if layout.rotary is None]
     return {
         "device": f"{loaded.device}, {torch.get_num_threads()} threads",
@@ -94,7 +94,8 @@ def _loaded_facts(config: ModelConfig) -> dict[str, str]:
         "from": loaded.path,
         "kind": f"{loaded.config.model_type}, {loaded.number_types}",
         "context": f"{loaded.context_length:,} tokens",
-        "KV": f"{len(loaded.layouts)} layers, {per_token / 1024:,.1f} KiB per token",
+        "KV": f"{len(loaded.layouts)} layers, {_name(loaded.kv_dtype)}, "
+        f"{per_token / 1024:,.1f} KiB per token",
         "KV can move": "yes" if not fixed else f"no: {fixed[0]}",
         "chat template": "yes" if loaded.tokenizer.chat_template else "no",
     }
@@ -109,6 +110,10 @@ def _kernel(backend: str) -> str:
     if library is None:
         return "in plain torch: there is no compiled kernel"
     return f"compiled kernel of level {library.level}, {library.path.name}"
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @takes_settings(model=ModelConfig, fuzzy=FuzzyConfig)

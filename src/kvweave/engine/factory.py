@@ -46,7 +46,9 @@ def build_components(
     page_size = cache_config.page_size
     num_pages = pool_tokens(config, loaded) // page_size
     pool = PagePool(num_pages, page_size)
-    kv = KVTensors(loaded.layouts, num_pages, page_size, dtype=loaded.dtype, device=loaded.device)
+    kv = KVTensors(
+        loaded.layouts, num_pages, page_size, dtype=loaded.kv_dtype, device=loaded.device
+    )
     wanted = EventsConfig.wanted(cache_config.kv_events_config)
     options = CacheOptions(
         eviction=cache_config.radix_eviction_policy,
@@ -62,8 +64,8 @@ def build_components(
         "KV pool: %d tokens in pages of %d, %.2f GB, %s on %s",
         num_pages * page_size,
         page_size,
-        num_pages * page_size * KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype) / 1e9,
-        str(loaded.dtype).removeprefix("torch."),
+        num_pages * page_size * KVTensors.bytes_per_slot(loaded.layouts, loaded.kv_dtype) / 1e9,
+        str(loaded.kv_dtype).removeprefix("torch."),
         loaded.device,
     )
     runner = ModelRunner(loaded, kv, attention)
@@ -132,7 +134,7 @@ def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
     if config.cache.max_total_tokens is not None:
         return config.cache.max_total_tokens // page_size * page_size
     free = free_bytes(loaded.device) * config.cache.mem_fraction_static
-    affordable = int(free) // KVTensors.bytes_per_slot(loaded.layouts, loaded.dtype)
+    affordable = int(free) // KVTensors.bytes_per_slot(loaded.layouts, loaded.kv_dtype)
     useful = config.scheduler.max_running_requests * loaded.context_length
     pages = min(affordable, useful) // page_size
     if pages < 1:

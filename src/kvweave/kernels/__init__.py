@@ -1,4 +1,4 @@
-"""Bindings of the compiled CPU kernels: attention over the paged pool, and relocation of KV.
+"""Bindings of the compiled CPU kernels: attention over the paged pool, relocation of KV, int8.
 
 `load()` returns the library that setup.py builds, or None; callers then use plain torch.
 """
@@ -34,6 +34,8 @@ class AttentionCall(ctypes.Structure):
         ("query", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
+        ("key_scales", ctypes.c_void_p),
+        ("value_scales", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
@@ -42,7 +44,8 @@ class AttentionCall(ctypes.Structure):
         ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        ("bfloat16", ctypes.c_int32),
+        ("query_type", ctypes.c_int32),
+        ("type", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("level", ctypes.c_int32),
     ]
@@ -54,6 +57,8 @@ class MoveLayer(ctypes.Structure):
     _fields_ = [
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
+        ("key_scales", ctypes.c_void_p),
+        ("value_scales", ctypes.c_void_p),
         ("heads", ctypes.c_int64),
         ("key_dim", ctypes.c_int64),
         ("value_dim", ctypes.c_int64),
@@ -75,10 +80,34 @@ class MoveCall(ctypes.Structure):
         ("run_start", ctypes.c_void_p),
         ("sources", ctypes.c_void_p),
         ("targets", ctypes.c_void_p),
-        ("bfloat16", ctypes.c_int32),
+        ("type", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("level", ctypes.c_int32),
     ]
+
+
+class QuantizeCall(ctypes.Structure):
+    """Fresh keys or values that become int8; mirrors `quantize_call` in numbers.h."""
+
+    _fields_ = [
+        ("tokens", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("numbers", ctypes.c_void_p),
+        ("pool", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+        ("level", ctypes.c_int32),
+    ]
+
+
+NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""The kernels' names of number types, see numbers.h."""
+FLOATS = (torch.float32, torch.bfloat16)
+KEY_GROUP = 32
+"""Numbers of an int8 key that share a scale, see numbers.h."""
 
 
 class Library:
@@ -91,7 +120,10 @@ class Library:
         functions.kvweave_sizes.restype = ctypes.c_int64
         sizes = functions.kvweave_sizes()
         sizeof = ctypes.sizeof
-        if sizes != sizeof(AttentionCall) << 32 | sizeof(MoveCall) << 16 | sizeof(MoveLayer):
+        expected = 0
+        for each in (AttentionCall, QuantizeCall, MoveCall, MoveLayer):
+            expected = expected << 16 | sizeof(each)
+        if sizes != expected:
             raise OSError("it was built from other sources than these; install kvweave again")
         self.level: int = functions.kvweave_level()
         self.open_attention = functions.kvweave_attention_open
@@ -104,6 +136,9 @@ class Library:
         self.move = functions.kvweave_move
         self.move.argtypes = [ctypes.POINTER(MoveCall)]
         self.move.restype = None
+        self.quantize = functions.kvweave_quantize
+        self.quantize.argtypes = [ctypes.POINTER(QuantizeCall)]
+        self.quantize.restype = None
         self.linear = LinearKernels(functions)
 
 

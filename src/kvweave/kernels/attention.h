@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "numbers.h"
+
 /* One layer's attention for one packed batch; see engine/attention/base.py for the words.
  * The Python side mirrors this struct field by field. */
 typedef struct {
@@ -14,11 +16,13 @@ typedef struct {
     const int32_t *query_start; /* (rows + 1) */
     const int32_t *pages;
     const int32_t *page_start; /* (rows + 1) */
-    /* the layer; numbers are float32, or bfloat16 */
-    const void *query;  /* (tokens, heads, key_dim) */
-    const void *keys;   /* (slots, kv_heads, key_dim) */
-    const void *values; /* (slots, kv_heads, value_dim) */
-    void *out;          /* (tokens, heads, value_dim) */
+    /* the layer; numbers are of the types below */
+    const void *query;         /* (tokens, heads, key_dim) */
+    const void *keys;          /* (slots, kv_heads, key_dim) */
+    const void *values;        /* (slots, kv_heads, value_dim) */
+    const float *key_scales;   /* (slots, kv_heads, KEY_GROUPS(key_dim)), of INT8 */
+    const float *value_scales; /* (slots, kv_heads) */
+    void *out;                 /* (tokens, heads, value_dim) */
     int64_t heads;
     int64_t kv_heads;
     int64_t key_dim;
@@ -26,7 +30,8 @@ typedef struct {
     int64_t window; /* 0: none */
     float scale;
     float softcap; /* 0: none */
-    int32_t bfloat16;
+    int32_t query_type; /* and out's: FLOAT32 or BFLOAT16 */
+    int32_t type;       /* of keys and values */
     int32_t threads;
     int32_t level; /* of instruction set: from 0 to kvweave_level() */
 } attention_call;

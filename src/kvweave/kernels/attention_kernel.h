@@ -11,6 +11,8 @@
 /* One thread's scratch, cut to size for a call. */
 typedef struct {
     float *queries;     /* (pairs, key_dim), scaled */
+    int16_t *shorts;    /* the same as integers, for INT8 keys that are read where they lie */
+    float *short_scales; /* (pairs) */
     int64_t *positions; /* (pairs of one KV head) */
     softmax_part whole, part;
     block_view view;
@@ -40,10 +42,14 @@ static int64_t lay_out(const attention_call *call, float *scratch, workplace *at
     int64_t pairs = most_pairs(call), wide = PADDED(call->value_dim);
     arena from = {.memory = scratch};
     at->queries = take(&from, pairs * call->key_dim);
+    at->shorts = (int16_t *)take(&from, pairs * call->key_dim / 2 + 1);
+    at->short_scales = take(&from, pairs);
     at->positions = (int64_t *)take(&from, 2 * pairs);
     at->view.packed_keys = take(&from, call->key_dim * BLOCK);
     at->view.packed_values = take(&from, BLOCK * wide);
     at->view.scores = take(&from, ROWS * BLOCK);
+    at->view.key_scales = take(&from, KEY_GROUPS(call->key_dim) * BLOCK);
+    at->view.value_scales = take(&from, BLOCK);
     softmax_part *parts[] = {&at->whole, &at->part};
     for (int i = 0; i < 2; i++) {
         parts[i]->sums = take(&from, pairs * wide);
@@ -61,7 +67,7 @@ static int64_t scratch_floats(const attention_call *call) {
 /* The block that begins at position `block`, as far as it is in [low, high); not empty. */
 static void find_block(const attention_call *call, const int32_t *pages, int64_t block, int64_t low,
                        int64_t high, block_place *place) {
-    int64_t size = call->page_size, bytes = call->kv_heads * (call->bfloat16 ? 2 : 4);
+    int64_t size = call->page_size, bytes = call->kv_heads * BYTES(call->type);
     int64_t position = larger_of(low, block), end = smaller_of(high, block + BLOCK);
     place->low = position - block;
     place->high = end - block;
@@ -71,43 +77,53 @@ static void find_block(const attention_call *call, const int32_t *pages, int64_t
         for (int64_t slot = pages[page] * size + within; position < stop; slot++, position++) {
             place->keys[position - block] = slot * call->key_dim * bytes;
             place->values[position - block] = slot * call->value_dim * bytes;
+            place->scales[position - block] = slot * call->kv_heads;
         }
     }
     for (int64_t i = 0; i < BLOCK; i++)
         if (i < place->low || i >= place->high) {
             place->keys[i] = place->keys[place->low];
             place->values[i] = place->values[place->low];
+            place->scales[i] = place->scales[place->low];
         }
 }
 
 /* Keys of a block -> (dim, BLOCK), transposed, in float32. */
 TARGET static void pack_keys(const attention_call *call, const block_view *view) {
     int64_t dim = call->key_dim;
+    int type = call->type;
     for (int64_t j = 0; j < BLOCK; j += VL) {
         const int64_t *places = view->place->keys + j;
+        const float *scales = view->key_scales + j;
         int64_t d = 0;
         for (; d + VL <= dim; d += VL) {
             vf square[VL];
 #pragma GCC unroll 16
             for (int i = 0; i < VL; i++)
-                square[i] = load_stored(call->bfloat16, view->keys + places[i], d);
+                square[i] = load_stored(type, view->keys + places[i], d);
             transpose(square);
 #pragma GCC unroll 16
-            for (int i = 0; i < VL; i++) store(view->packed_keys + (d + i) * BLOCK + j, square[i]);
+            for (int i = 0; i < VL; i++) {
+                if (type == INT8) square[i] *= load(scales + d / KEY_GROUP * BLOCK);
+                store(view->packed_keys + (d + i) * BLOCK + j, square[i]);
+            }
         }
         for (; d < dim; d++)
             for (int i = 0; i < VL; i++)
                 view->packed_keys[d * BLOCK + j + i] =
-                    load_one(call->bfloat16, view->keys + places[i], d);
+                    load_one(type, view->keys + places[i], d) *
+                    (type == INT8 ? scales[d / KEY_GROUP * BLOCK + i] : 1);
     }
 }
 
-/* `count` numbers of the pool, or of queries, as scaled float32. */
-TARGET static void widen(const attention_call *call, const char *from, int64_t count, float scale,
-                         float *to) {
-    int64_t i = 0;
-    for (; i + VL <= count; i += VL) store(to + i, scale * load_stored(call->bfloat16, from, i));
-    for (; i < count; i++) to[i] = scale * load_one(call->bfloat16, from, i);
+/* A KV head's scales of a block. */
+TARGET static void gather_scales(const attention_call *call, int64_t head, const block_view *view) {
+    const int64_t *places = view->place->scales, groups = KEY_GROUPS(call->key_dim);
+    for (int64_t i = 0; i < BLOCK; i++) {
+        for (int64_t g = 0; g < groups; g++)
+            view->key_scales[g * BLOCK + i] = call->key_scales[(places[i] + head) * groups + g];
+        view->value_scales[i] = call->value_scales[places[i] + head];
+    }
 }
 
 /* Pack a KV head's part of a block. */
@@ -116,14 +132,14 @@ TARGET static void pack_block(const attention_call *call, const block_view *view
     const block_place *place = view->place;
     pack_keys(call, view);
     for (int64_t i = place->low; i < place->high; i++)
-        widen(call, view->values + place->values[i], call->value_dim, 1,
-              view->packed_values + i * wide);
+        widen(call->type, view->values + place->values[i], call->value_dim,
+              call->type == INT8 ? view->value_scales[i] : 1, view->packed_values + i * wide);
 }
 
 /* Have positions [from, to) of the next block fetched. */
 TARGET static void prefetch_next(const attention_call *call, const block_view *view, int64_t from,
                                  int64_t to) {
-    int64_t size = call->bfloat16 ? 2 : 4;
+    int64_t size = BYTES(call->type);
     for (int64_t i = from; i < to; i++) {
         for (int64_t byte = 0; byte < call->key_dim * size; byte += LINE)
             prefetch(view->keys + view->next->keys[i] + byte);
@@ -137,13 +153,15 @@ TARGET static void attend_block(const attention_call *call, workplace *at, const
                                 const softmax_part *part, int64_t base, int64_t rows,
                                 int64_t block) {
     block_view *view = &at->view;
+    int64_t dim = call->key_dim;
     if (at->how == PACKED) pack_block(call, view);
     /* As even as ROWS allows: a tile of few rows leaves registers unused. */
     int64_t tiles = (rows + ROWS - 1) / ROWS, row = 0;
     for (int64_t t = 0; t < tiles; t++) {
         int64_t height = rows / tiles + (t < rows % tiles);
         const int64_t *positions = at->positions + row;
-        const float *q = queries + row * call->key_dim;
+        const float *q = queries + row * dim, *scales = at->short_scales + base + row;
+        const int16_t *shorts = at->shorts + (base + row) * dim;
         if (at->how == PACKED && view->next)
             prefetch_next(call, view, t * BLOCK / tiles, (t + 1) * BLOCK / tiles);
         if (positions[height - 1] >= block + view->place->low &&
@@ -151,10 +169,10 @@ TARGET static void attend_block(const attention_call *call, workplace *at, const
             switch (height * 4 + at->how) {
 #define TILE(n, how)                                                                               \
     case n * 4 + how:                                                                              \
-        attend_tile(n, how, call, view, q, part, base + row, positions, block);                    \
+        attend_tile(n, how, call, view, q, shorts, scales, part, base + row, positions, block);                    \
         break;
 #define TILES(how) TILE(1, how) TILE(2, how) TILE(3, how) TILE(4, how) TILE(5, how) TILE(6, how)
-                TILES(PACKED) TILES(DIRECT_FLOAT32) TILES(DIRECT_BFLOAT16)
+                TILES(PACKED) TILES(DIRECT_FLOAT32) TILES(DIRECT_BFLOAT16) TILES(DIRECT_INT8)
             }
             if (at->how != PACKED) view->next = NULL; /* fetched by now */
         }
@@ -165,7 +183,7 @@ TARGET static void attend_block(const attention_call *call, workplace *at, const
 /* Softmax over one split, for all of an item's pairs. */
 TARGET static void attend_split(const attention_call *call, const attention_item *item,
                                 workplace *at, const softmax_part *part, int64_t split) {
-    int64_t heads = item->head_end - item->head, size = call->bfloat16 ? 2 : 4;
+    int64_t heads = item->head_end - item->head, size = BYTES(call->type);
     int64_t rows = (item->token_end - item->token) * (call->heads / call->kv_heads);
     int64_t last = call->positions[item->token_end - 1] + 1;
     int64_t low = larger_of(split * SPLIT, lowest_seen(call, call->positions[item->token]));
@@ -185,6 +203,7 @@ TARGET static void attend_split(const attention_call *call, const attention_item
             view->next = more ? &places[!turn] : NULL;
             view->keys = (const char *)call->keys + (item->head + h) * call->key_dim * size;
             view->values = (const char *)call->values + (item->head + h) * call->value_dim * size;
+            if (call->type == INT8) gather_scales(call, item->head + h, view);
             attend_block(call, at, at->queries + h * rows * call->key_dim, part, h * rows, rows,
                          block);
         }
@@ -209,19 +228,20 @@ INLINE void finish(const attention_call *call, const attention_item *item, int64
     int64_t at = (item->token + row / group) * call->heads;
     at = (at + (item->head + head) * group + row % group) * dim;
     for (int64_t d = 0; d < dim; d++)
-        store_one(call->bfloat16, call->out, at + d, sums[d] / weights);
+        store_one(call->query_type, call->out, at + d, sums[d] / weights);
 }
 
 /* Queries in the order of tiles: by KV head, token, head in its group; and each pair's position. */
 TARGET static void gather_queries(const attention_call *call, const attention_item *item,
                                   const workplace *at) {
-    int64_t group = call->heads / call->kv_heads, size = call->bfloat16 ? 2 : 4;
+    int64_t group = call->heads / call->kv_heads, size = BYTES(call->query_type);
     float scale = call->softcap > 0 ? call->scale : call->scale * LOG2_E;
     float *to = at->queries;
     for (int64_t h = item->head; h < item->head_end; h++)
         for (int64_t t = item->token; t < item->token_end; t++) {
             int64_t index = (t * call->heads + h * group) * call->key_dim;
-            widen(call, (const char *)call->query + index * size, group * call->key_dim, scale, to);
+            widen(call->query_type, (const char *)call->query + index * size, group * call->key_dim,
+                  scale, to);
             to += group * call->key_dim;
         }
     int64_t *position = at->positions;
@@ -237,11 +257,17 @@ TARGET static void attend_item(const attention_call *call, const attention_item 
     int64_t all = rows * (item->head_end - item->head), stride = PARTIAL_FLOATS(call),
             wide = PADDED(call->value_dim);
     at.how = PACKED;
-    if (rows <= DIRECT_ROWS && call->key_dim % VL == 0 && call->value_dim % VL == 0)
-        at.how = call->bfloat16 ? DIRECT_BFLOAT16 : DIRECT_FLOAT32;
+    int64_t lanes = call->type == INT8 ? 4 * VL : VL;
+    if (rows <= DIRECT_ROWS && call->key_dim % lanes == 0 && call->value_dim % VL == 0 &&
+        (call->type != INT8 || INTEGER_PRODUCTS))
+        at.how = DIRECT_FLOAT32 + call->type;
     else if (call->value_dim < wide)
         memset(at.view.packed_values, 0, sizeof(float) * BLOCK * wide);
     gather_queries(call, item, &at);
+    if (at.how == DIRECT_INT8)
+        for (int64_t r = 0; r < all; r++)
+            quantize_short(at.queries + r * call->key_dim, call->key_dim,
+                           at.shorts + r * call->key_dim, at.short_scales + r);
     for (int64_t split = item->split; split < item->split_end; split++) {
         const softmax_part *part = split == item->split ? &at.whole : &at.part;
         attend_split(call, item, &at, part, split);

@@ -6,14 +6,17 @@
  * Both products, scores = queries x keys and sums = weights x values, are the same loop over a tile
  * of ROWS x (PANEL * VL) results, over keys and values packed to float32, keys transposed so that
  * lanes run over keys. Where a KV head has too few queries to pay for packing, keys and values are
- * read where they lie ("direct") and lanes run over dimensions. All arithmetic is float32. Scores
- * are kept in powers of two: log2(e) is folded into the queries' scale.
+ * read where they lie ("direct") and lanes run over dimensions. All arithmetic is float32, but for
+ * products of INT8 keys, which are those of integers: queries are rounded to 16 bits for them.
+ * Scores are kept in powers of two: log2(e) is folded into the queries' scale.
  */
 #include "attention.h"
 #include "simd.h"
 
 #define ROWS 6
 #define HALF (VL < 8 ? VL : 8)
+/* Vectors of four numbers that share a scale of INT8 keys. */
+#define QUARTER (VL < KEY_GROUP / 4 ? VL : KEY_GROUP / 4)
 #define LINE 64 /* bytes that memory is fetched by */
 #define LOG2_E 1.4426950408889634f
 /* Below every score, and finite: the difference of two of them is a number. */
@@ -32,6 +35,7 @@ typedef struct {
 typedef struct {
     int64_t low, high;
     int64_t keys[BLOCK], values[BLOCK];
+    int64_t scales[BLOCK]; /* slot * KV heads, of INT8 */
 } block_place;
 
 /* One KV head's part of a block. `next` is the block that comes after it, or NULL. */
@@ -41,6 +45,8 @@ typedef struct {
     float *packed_keys;   /* (key_dim, BLOCK) */
     float *packed_values; /* (BLOCK, padded value_dim) */
     float *scores;        /* (ROWS, BLOCK): scratch */
+    float *key_scales;    /* (KEY_GROUPS(key_dim), BLOCK), of INT8 */
+    float *value_scales;  /* (BLOCK) */
 } block_view;
 
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -58,7 +64,7 @@ INLINE void prefetch(const char *line) { __builtin_prefetch(line, 0, 2); }
 
 /* c = (fade ? fade * c : 0) + a x b, for `rows` rows and `panel` vectors of columns. Row k of b is
  * at b + k * b_stride, in float32; or, if `places` is given, at bytes b + places[k], as stored. */
-INLINE void multiply(int rows, int panel, int bfloat16, int64_t depth, const float *a,
+INLINE void multiply(int rows, int panel, int type, int64_t depth, const float *a,
                      int64_t a_stride, const char *b, int64_t b_stride, const int64_t *places,
                      const int64_t *next, float *c, int64_t c_stride, const float *fade) {
     vf sum[ROWS][PANEL];
@@ -71,9 +77,9 @@ INLINE void multiply(int rows, int panel, int bfloat16, int64_t depth, const flo
         vf column[PANEL];
         const char *row = b + (places ? places[k] : k * b_stride * 4);
 #pragma GCC unroll 4
-        for (int j = 0; j < panel; j++) column[j] = load_stored(bfloat16, row, j * VL);
+        for (int j = 0; j < panel; j++) column[j] = load_stored(type, row, j * VL);
         if (next)
-            for (int i = 0; i < panel * VL * (bfloat16 ? 2 : 4); i += LINE)
+            for (int i = 0; i < panel * VL * BYTES(type); i += LINE)
                 prefetch(b + next[k] + i);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
@@ -89,23 +95,23 @@ INLINE void multiply(int rows, int panel, int bfloat16, int64_t depth, const flo
 }
 
 /* The same for all columns, panel by panel. */
-INLINE void multiply_all(int rows, int64_t columns, int bfloat16, int64_t depth, const float *a,
+INLINE void multiply_all(int rows, int64_t columns, int type, int64_t depth, const float *a,
                          int64_t a_stride, const char *b, int64_t b_stride, const int64_t *places,
                          const int64_t *next, float *c, int64_t c_stride, const float *fade) {
-    int64_t j = 0, size = bfloat16 ? 2 : 4;
+    int64_t j = 0, size = BYTES(type);
     for (; j + PANEL * VL <= columns; j += PANEL * VL)
-        multiply(rows, PANEL, bfloat16, depth, a, a_stride, b + j * size, b_stride, places, next,
+        multiply(rows, PANEL, type, depth, a, a_stride, b + j * size, b_stride, places, next,
                  c + j, c_stride, fade);
     for (; j < columns; j += VL)
-        multiply(rows, 1, bfloat16, depth, a, a_stride, b + j * size, b_stride, places, next, c + j,
+        multiply(rows, 1, type, depth, a, a_stride, b + j * size, b_stride, places, next, c + j,
                  c_stride, fade);
 }
 
 /* Scores of `rows` queries with a block's keys where they lie. */
-INLINE void dot_all(int rows, int bfloat16, int64_t dim, const float *queries,
+INLINE void dot_all(int rows, int type, int64_t dim, const float *queries,
                     const block_view *view) {
     const int64_t *places = view->place->keys, *next = view->next ? view->next->keys : NULL;
-    int64_t size = bfloat16 ? 2 : 4;
+    int64_t size = BYTES(type);
     for (int64_t j = view->place->low / VL * VL; j < view->place->high; j += VL)
         for (int r = 0; r < rows; r++) {
             vf sum[VL];
@@ -120,7 +126,7 @@ INLINE void dot_all(int rows, int bfloat16, int64_t dim, const float *queries,
                     vf query = load(queries + r * dim + d);
 #pragma GCC unroll 8
                     for (int i = 0; i < HALF; i++)
-                        sum[half + i] += query * load_stored(bfloat16, key[i], d);
+                        sum[half + i] += query * load_stored(type, key[i], d);
                     if (next && d * size % LINE == 0)
                         for (int64_t i = j + half + r; i < j + half + HALF; i += rows)
                             prefetch(view->keys + next[i] + d * size);
@@ -128,6 +134,52 @@ INLINE void dot_all(int rows, int bfloat16, int64_t dim, const float *queries,
             }
             store(view->scores + r * BLOCK + j, totals(sum));
         }
+}
+
+/* The same for INT8 keys and queries of 16-bit integers (see quantize_short), as products of
+ * integers: lanes run over keys, four numbers of each. */
+INLINE void dot_integers(int rows, int64_t dim, const int16_t *queries, const float *query_scales,
+                         const block_view *view) {
+    const int64_t *places = view->place->keys, *next = view->next ? view->next->keys : NULL;
+    for (int64_t j = view->place->low / VL * VL; j < view->place->high; j += VL) {
+        vf sum[ROWS];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) sum[r] = (vf){0};
+        for (int64_t d = 0; d < dim; d += 4 * VL) {
+            vf square[VL];
+            vi even[VL], odd[VL];
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++) {
+                square[i] = load((const float *)(view->keys + places[j + i] + d));
+                if (next && d % LINE == 0) prefetch(view->keys + next[j + i] + d);
+            }
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++) {
+                even[i] = even_bytes((vi)square[i]);
+                odd[i] = odd_bytes((vi)square[i]);
+            }
+#pragma GCC unroll 2
+            for (int first = 0; first < VL; first += QUARTER) {
+                int64_t group = (d + 4 * first) / KEY_GROUP;
+                vf scales = load(view->key_scales + group * BLOCK + j);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    const int16_t *query = queries + r * dim + d;
+                    vi whole = {0};
+#pragma GCC unroll 8
+                    for (int i = first; i < first + QUARTER; i++) {
+                        whole = add_products(whole, even[i], query + 4 * i);
+                        whole = add_products(whole, odd[i], query + 4 * i + 2);
+                    }
+                    sum[r] += __builtin_convertvector(whole, vf) * scales;
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+            store(view->scores + r * BLOCK + j, sum[r] * query_scales[r]);
+    }
 }
 
 /* Fold one block's scores of one (token, head) pair into its softmax: weights replace the scores.
@@ -166,27 +218,36 @@ INLINE float weigh(float *scores, int64_t from, int64_t to, float softcap, float
     return fade;
 }
 
-/* How a tile reads its block. */
-enum { PACKED, DIRECT_FLOAT32, DIRECT_BFLOAT16 };
+/* A block's weights, each times the scale of its position's values. */
+INLINE void scale_row(float *row, const float *scales) {
+    for (int j = 0; j < BLOCK; j += VL) store(row + j, load(row + j) * load(scales + j));
+}
+
+/* How a tile reads its block: DIRECT_FLOAT32 + the type, or packed. */
+enum { PACKED, DIRECT_FLOAT32, DIRECT_BFLOAT16, DIRECT_INT8 };
 
 /* `rows` pairs, from `row` of the part on, attend to the block that begins at position `block`. */
 INLINE void attend_tile(int rows, int how, const attention_call *call, const block_view *view,
-                        const float *queries, const softmax_part *part, int64_t row,
-                        const int64_t *positions, int64_t block) {
+                        const float *queries, const int16_t *shorts, const float *short_scales,
+                        const softmax_part *part, int64_t row, const int64_t *positions,
+                        int64_t block) {
     const block_place *place = view->place;
     int64_t dim = call->key_dim, wide = PADDED(call->value_dim), first = BLOCK, last = 0;
     float fade[ROWS], *scores = view->scores, *sums = part->sums + row * wide;
-    int bfloat16 = how == DIRECT_BFLOAT16;
+    int type = how - DIRECT_FLOAT32;
     if (how == PACKED)
         multiply_all(rows, BLOCK, 0, dim, queries, dim, (char *)view->packed_keys, BLOCK, NULL,
                      NULL, scores, BLOCK, NULL);
+    else if (how == DIRECT_INT8)
+        dot_integers(rows, dim, shorts, short_scales, view);
     else
-        dot_all(rows, bfloat16, dim, queries, view);
+        dot_all(rows, type, dim, queries, view);
     for (int r = 0; r < rows; r++) {
         int64_t to = smaller_of(positions[r] + 1 - block, place->high);
         int64_t from = larger_of(lowest_seen(call, positions[r]) - block, place->low);
         fade[r] = weigh(scores + r * BLOCK, from, to, call->softcap, part->weights + row + r,
                         part->maximum + row + r);
+        if (how == DIRECT_INT8) scale_row(scores + r * BLOCK, view->value_scales);
         first = smaller_of(first, from);
         last = larger_of(last, to);
     }
@@ -195,7 +256,7 @@ INLINE void attend_tile(int rows, int how, const attention_call *call, const blo
                      (char *)(view->packed_values + first * wide), wide, NULL, NULL, sums, wide,
                      fade);
     else
-        multiply_all(rows, wide, bfloat16, last - first, scores + first, BLOCK, view->values, 0,
+        multiply_all(rows, wide, type, last - first, scores + first, BLOCK, view->values, 0,
                      place->values + first, view->next ? view->next->values + first : NULL, sums,
                      wide, fade);
 }

@@ -1,4 +1,4 @@
-/* Runs a move on all threads. */
+/* Runs a move on all threads, and quantises fresh KV. */
 #include "move.h"
 
 #include "threads.h"
@@ -25,4 +25,14 @@ void kvweave_move(const move_call *call) {
             if (from < to) kernel(call, layer, run, from, to);
         }
     }
+}
+
+/* One thread does: of a step's time it is too little to wake another. */
+void kvweave_quantize(const quantize_call *call) {
+    quantize_kernel *kernel = quantize_kv_base;
+#if defined(__x86_64__)
+    if (call->level == 1) kernel = quantize_kv_avx2;
+    if (call->level == 2) kernel = quantize_kv_avx512;
+#endif
+    kernel(call);
 }

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "numbers.h"
+
 /* One layer's pool. `turned` dimensions of each key, from `offset` on, are rotated; x becomes
  * x * cos + partner(x) * sin, where the partner of dimension i of these is i + turned / 2 (or minus
  * that), or its neighbour in the pair (2j, 2j + 1) if `interleaved`.
@@ -11,6 +13,8 @@
 typedef struct {
     void *keys;   /* (slots, heads, key_dim) */
     void *values; /* (slots, heads, value_dim) */
+    float *key_scales;   /* (slots, heads, KEY_GROUPS(key_dim)), of INT8 */
+    float *value_scales; /* (slots, heads) */
     int64_t heads, key_dim, value_dim;
     int64_t offset, turned;
     const float *turns; /* (runs, 2, turned): cos, then sin with its sign, per run */
@@ -23,7 +27,7 @@ typedef struct {
     const move_layer *layer;
     const int64_t *run_start; /* (runs + 1), into the slots */
     const int32_t *sources, *targets;
-    int32_t bfloat16;
+    int32_t type; /* of keys and values */
     int32_t threads;
     int32_t level;
 } move_call;

@@ -1,12 +1,12 @@
-/* Moving the KV of some tokens, in the instruction set of the file that includes this (see simd.h).
- */
+/* Moving the KV of some tokens, and quantising fresh KV, in the instruction set of the file that
+ * includes this (see simd.h). */
 #include "move.h"
 #include "simd.h"
 
-/* One head's key, `dim` numbers, with its rotated part beginning at `offset`. */
-INLINE void turn_key(int bfloat16, const move_layer *layer, const char *from, const float *cosines,
+/* One head's key, with its rotated part beginning at `offset`. */
+INLINE void turn_key(int type, const move_layer *layer, const char *from, const float *cosines,
                      char *to) {
-    int64_t turned = layer->turned, half = turned / 2, size = bfloat16 ? 2 : 4;
+    int64_t turned = layer->turned, half = turned / 2, size = BYTES(type);
     const float *sines = cosines + turned;
     int64_t before = layer->offset * size, after = (layer->offset + turned) * size;
     memcpy(to, from, before);
@@ -16,51 +16,72 @@ INLINE void turn_key(int bfloat16, const move_layer *layer, const char *from, co
     int64_t i = 0;
     if (layer->interleaved)
         for (; i + VL <= turned; i += VL) {
-            vf x = load_stored(bfloat16, from, i);
-            store_stored(bfloat16, to, i, x * load(cosines + i) + SWAP_PAIRS(x) * load(sines + i));
+            vf x = load_stored(type, from, i);
+            store_stored(type, to, i, x * load(cosines + i) + SWAP_PAIRS(x) * load(sines + i));
         }
     else if (half % VL == 0)
         for (; i < half; i += VL) {
-            vf x = load_stored(bfloat16, from, i), y = load_stored(bfloat16, from, i + half);
-            store_stored(bfloat16, to, i, x * load(cosines + i) + y * load(sines + i));
-            store_stored(bfloat16, to, i + half,
+            vf x = load_stored(type, from, i), y = load_stored(type, from, i + half);
+            store_stored(type, to, i, x * load(cosines + i) + y * load(sines + i));
+            store_stored(type, to, i + half,
                          y * load(cosines + i + half) + x * load(sines + i + half));
         }
     if (layer->interleaved || half % VL)
         for (; i < turned; i++) {
             int64_t partner = layer->interleaved ? i ^ 1 : (i + half) % turned;
-            float x = load_one(bfloat16, from, i), y = load_one(bfloat16, from, partner);
-            store_one(bfloat16, to, i, x * cosines[i] + y * sines[i]);
+            float x = load_one(type, from, i), y = load_one(type, from, partner);
+            store_one(type, to, i, x * cosines[i] + y * sines[i]);
         }
+}
+
+/* The same for INT8: turned in float32, then rounded once, with scales of its own. */
+TARGET static void turn_int8(const move_layer *layer, int64_t source, int64_t target,
+                             const float *turns) {
+    int64_t dim = layer->key_dim, groups = KEY_GROUPS(dim);
+    const int8_t *from = (const int8_t *)layer->keys + source * dim;
+    float straight[dim], turned[dim];
+    for (int64_t i = 0; i < dim; i += KEY_GROUP)
+        widen(INT8, from + i, dim - i < KEY_GROUP ? dim - i : KEY_GROUP,
+              layer->key_scales[source * groups + i / KEY_GROUP], straight + i);
+    turn_key(FLOAT32, layer, (char *)straight, turns, (char *)turned);
+    quantize_groups(FLOAT32, (char *)turned, dim, KEY_GROUP, (int8_t *)layer->keys + target * dim,
+                    layer->key_scales + target * groups);
 }
 
 TARGET static void move_keys(const move_call *call, const move_layer *layer, int64_t run,
                              int64_t first, int64_t last) {
-    int bfloat16 = call->bfloat16;
-    int64_t bytes = layer->key_dim * (bfloat16 ? 2 : 4), row = layer->heads * bytes;
+    int64_t heads = layer->heads, bytes = layer->key_dim * BYTES(call->type);
     const float *turns = layer->turns + run * 2 * layer->turned;
-    for (int64_t t = first; t < last; t++) {
-        const char *from = (const char *)layer->keys + call->sources[t] * row;
-        char *to = (char *)layer->keys + call->targets[t] * row;
-        for (int64_t head = 0; head < layer->heads; head++, from += bytes, to += bytes)
-            if (bfloat16)
-                turn_key(1, layer, from, turns, to);
+    for (int64_t t = first; t < last; t++)
+        for (int64_t head = 0; head < heads; head++) {
+            int64_t source = call->sources[t] * heads + head;
+            int64_t target = call->targets[t] * heads + head;
+            const char *from = (const char *)layer->keys + source * bytes;
+            char *to = (char *)layer->keys + target * bytes;
+            if (call->type == FLOAT32)
+                turn_key(FLOAT32, layer, from, turns, to);
+            else if (call->type == BFLOAT16)
+                turn_key(BFLOAT16, layer, from, turns, to);
             else
-                turn_key(0, layer, from, turns, to);
-    }
+                turn_int8(layer, source, target, turns);
+        }
 }
 
 /* Values do not change on the way: whole stretches of consecutive slots are copied at once. */
 static void move_values(const move_call *call, const move_layer *layer, int64_t first,
                         int64_t last) {
-    int64_t row = layer->heads * layer->value_dim * (call->bfloat16 ? 2 : 4);
+    int64_t row = layer->heads * layer->value_dim * BYTES(call->type), heads = layer->heads;
     const int32_t *sources = call->sources, *targets = call->targets;
     char *values = layer->values;
+    float *scales = layer->value_scales;
     for (int64_t t = first, end; t < last; t = end) {
         for (end = t + 1; end < last && sources[end] == sources[end - 1] + 1 &&
                           targets[end] == targets[end - 1] + 1;)
             end++;
         memcpy(values + targets[t] * row, values + sources[t] * row, (end - t) * row);
+        if (call->type == INT8)
+            memcpy(scales + targets[t] * heads, scales + sources[t] * heads,
+                   (end - t) * heads * sizeof(float));
     }
 }
 
@@ -71,11 +92,32 @@ void NAMED(move)(const move_call *call, const move_layer *layer, int64_t run, in
         move_values(call, layer, first, last);
         return;
     }
-    int64_t size = call->bfloat16 ? 2 : 4;
+    int64_t size = BYTES(call->type), heads = layer->heads;
     int64_t key_row = layer->heads * layer->key_dim * size;
     int64_t value_row = layer->heads * layer->value_dim * size;
     for (int64_t t = first; t < last; t++) {
         memset((char *)layer->keys + call->targets[t] * key_row, 0, key_row);
         memset((char *)layer->values + call->targets[t] * value_row, 0, value_row);
+        if (call->type != INT8) continue;
+        int64_t scales = heads * KEY_GROUPS(layer->key_dim);
+        memset(layer->key_scales + call->targets[t] * scales, 0, scales * sizeof(float));
+        memset(layer->value_scales + call->targets[t] * heads, 0, heads * sizeof(float));
     }
+}
+
+/* Fresh KV to its slots; see numbers.h. */
+TARGET void NAMED(quantize_kv)(const quantize_call *call) {
+    int64_t heads = call->heads, dim = call->dim, bytes = dim * BYTES(call->type);
+    int64_t groups = (dim + call->group - 1) / call->group;
+    const char *from = call->numbers;
+    for (int64_t t = 0; t < call->tokens; t++)
+        for (int64_t head = 0; head < heads; head++, from += bytes) {
+            int64_t target = call->slots[t] * heads + head;
+            int8_t *to = call->pool + target * dim;
+            float *scales = call->scales + target * groups;
+            if (call->type == FLOAT32)
+                quantize_groups(FLOAT32, from, dim, call->group, to, scales);
+            else
+                quantize_groups(BFLOAT16, from, dim, call->group, to, scales);
+        }
 }

@@ -9,6 +9,8 @@
 
 #include <stdint.h>
 #include <string.h>
+
+#include "numbers.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -19,9 +21,12 @@ typedef float vf __attribute__((vector_size(4 * VL)));
 typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));
+typedef int8_t vb __attribute__((vector_size(VL)));
+typedef int16_t vw __attribute__((vector_size(4 * VL)));
 /* The same in memory: at any address, and free to alias. */
 typedef float vf_memory __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh_memory __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+typedef int8_t vb_memory __attribute__((vector_size(VL), aligned(1), may_alias));
 
 /* First and second halves of a and b, woven: a0 b0 a1 b1 ...; and pairs of a, swapped. */
 #if VL == 16
@@ -83,14 +88,17 @@ INLINE vf total(vf x) {
     return x;
 }
 
+/* 1.5 * 2^23: adding it to numbers up to 2^22 rounds them to integers, half to even. */
+#define SHIFTER 12582912.0f
+INLINE vi nearest(vf x) { return (vi)(x + SHIFTER) - (vi)splat(SHIFTER); }
+
 /* 2^x, within 1e-7 of it, for x up to 127; exactly 1 at 0, and exactly 0 below -126.5.
  * The polynomial is the minimax fit (relative error) of 2^f on [-1/2, 1/2] with constant term 1. */
 INLINE vf exp2_of(vf x) {
-    const vf shifter = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     x = larger(splat(-127.0f), x);
-    vf shifted = x + shifter;
-    vi n = (vi)shifted - (vi)shifter;
-    vf f = x - (shifted - shifter);
+    vf shifted = x + SHIFTER;
+    vi n = (vi)shifted - (vi)splat(SHIFTER);
+    vf f = x - (shifted - SHIFTER);
     vf p = f * 0.001326472731307149f + 0.009671512991189957f;
     p = p * f + 0.05550733581185341f;
     p = p * f + 0.24022242426872253f;
@@ -99,16 +107,41 @@ INLINE vf exp2_of(vf x) {
     return p * (vf)((n + 127) << 23);
 }
 
-/* Numbers as they are stored, float32 or bfloat16 (the upper half of a float's bits; rounding is to
- * nearest, ties to even): VL of them from element i on, or one. */
-INLINE vf load_stored(int bfloat16, const void *from, int64_t i) {
-    if (!bfloat16) return load((const float *)from + i);
+/* VL bytes as integers, and back. GCC takes apart what conversions of whole vectors should say. */
+INLINE vi widen_bytes(const int8_t *from) {
+#if defined(__x86_64__) && VL == 16
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__x86_64__) && VL == 8
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#else
+    return __builtin_convertvector(*(const vb_memory *)from, vi);
+#endif
+}
+
+INLINE void narrow_bytes(vi whole, int8_t *to) {
+#if defined(__x86_64__) && VL == 16
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)whole));
+#else
+    *(vb_memory *)to = __builtin_convertvector(whole, vb);
+#endif
+}
+
+/* Numbers as they are stored (see numbers.h): VL of them from element i on, or one. Of INT8 it is
+ * the integer, without its scale. */
+INLINE vf load_stored(int type, const void *from, int64_t i) {
+    if (type == INT8)
+        return __builtin_convertvector(widen_bytes((const int8_t *)from + i), vf);
+    if (type == FLOAT32) return load((const float *)from + i);
     vh bits = *(const vh_memory *)((const uint16_t *)from + i);
     return (vf)(__builtin_convertvector(bits, vu) << 16);
 }
 
-INLINE void store_stored(int bfloat16, void *to, int64_t i, vf x) {
-    if (!bfloat16) {
+INLINE void store_stored(int type, void *to, int64_t i, vf x) {
+    if (type == INT8) {
+        narrow_bytes(nearest(x), (int8_t *)to + i);
+        return;
+    }
+    if (type == FLOAT32) {
         store((float *)to + i, x);
         return;
     }
@@ -118,16 +151,21 @@ INLINE void store_stored(int bfloat16, void *to, int64_t i, vf x) {
     *(vh_memory *)((uint16_t *)to + i) = __builtin_convertvector(bits, vh);
 }
 
-INLINE float load_one(int bfloat16, const void *from, int64_t i) {
-    if (!bfloat16) return ((const float *)from)[i];
+INLINE float load_one(int type, const void *from, int64_t i) {
+    if (type == INT8) return ((const int8_t *)from)[i];
+    if (type == FLOAT32) return ((const float *)from)[i];
     uint32_t bits = (uint32_t)((const uint16_t *)from)[i] << 16;
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
-INLINE void store_one(int bfloat16, void *to, int64_t i, float x) {
-    if (!bfloat16) {
+INLINE void store_one(int type, void *to, int64_t i, float x) {
+    if (type == INT8) {
+        ((int8_t *)to)[i] = (int8_t)nearest(splat(x))[0];
+        return;
+    }
+    if (type == FLOAT32) {
         ((float *)to)[i] = x;
         return;
     }
@@ -136,6 +174,93 @@ INLINE void store_one(int bfloat16, void *to, int64_t i, float x) {
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     ((uint16_t *)to)[i] = (uint16_t)(x == x ? bits : 0x7FC0);
 }
+
+/* `count` numbers as float32, each times `scale`. */
+INLINE void widen(int type, const void *from, int64_t count, float scale, float *to) {
+    int64_t i = 0;
+    for (; i + VL <= count; i += VL) store(to + i, scale * load_stored(type, from, i));
+    for (; i < count; i++) to[i] = scale * load_one(type, from, i);
+}
+
+/* `count` numbers of another type as INT8 with one scale. What is not a number, or infinite,
+ * makes the scale so. */
+INLINE void quantize(int type, const void *from, int64_t count, int8_t *to, float *scale) {
+    const vi sign = (vi)splat(-0.0f);
+    vf top = {0}, unordered = {0};
+    float largest_one = 0, odd = 0;
+    int64_t i = 0;
+    for (; i + VL <= count; i += VL) {
+        vf x = load_stored(type, from, i);
+        top = larger(top, (vf)((vi)x & ~sign));
+        unordered += x * 0.0f;
+    }
+    for (; i < count; i++) {
+        float x = load_one(type, from, i);
+        odd += x * 0.0f;
+        x = x < 0 ? -x : x;
+        largest_one = x > largest_one ? x : largest_one;
+    }
+    float most = largest(top)[0];
+    most = (largest_one > most ? largest_one : most) + total(unordered)[0] + odd;
+    float factor = most > 1e-35f ? 127 / most : 0;
+    *scale = most / 127;
+    for (i = 0; i + VL <= count; i += VL)
+        store_stored(INT8, to, i, factor * load_stored(type, from, i));
+    for (; i < count; i++) store_one(INT8, to, i, factor * load_one(type, from, i));
+}
+
+/* The same with a scale for each `group` of them. */
+INLINE void quantize_groups(int type, const char *from, int64_t count, int64_t group, int8_t *to,
+                            float *scales) {
+    for (int64_t i = 0; i < count; i += group, scales++)
+        quantize(type, from + i * BYTES(type), count - i < group ? count - i : group, to + i,
+                 scales);
+}
+
+/* `count` floats, a multiple of 4, as 16-bit integers, and their scale. Of each four the order is
+ * 0, 2, 1, 3, for `add_products`. */
+INLINE void quantize_short(const float *from, int64_t count, int16_t *to, float *scale) {
+    float most = 0, odd = 0;
+    for (int64_t i = 0; i < count; i++) {
+        float x = from[i] < 0 ? -from[i] : from[i];
+        odd += x * 0.0f;
+        most = x > most ? x : most;
+    }
+    most += odd;
+    float factor = most > 1e-35f ? 32767 / most : 0;
+    *scale = most / 32767;
+    for (int64_t i = 0; i < count; i += VL) {
+        vi whole = nearest(factor * load(from + i));
+        for (int j = 0; j < VL; j++)
+            to[i + j / 4 * 4 + (j % 4 == 1 ? 2 : j % 4 == 2 ? 1 : j % 4)] = (int16_t)whole[j];
+    }
+}
+
+/* Each lane of 32 bits holds four INT8 numbers of a key: numbers 0 and 2, and 1 and 3, as 16 bits.
+ */
+INLINE vi even_bytes(vi four) { return (vi)(((vw)four << 8) >> 8); }
+INLINE vi odd_bytes(vi four) { return (vi)((vw)four >> 8); }
+
+/* In each lane, sum + products of two 16-bit integers with the two that `pair` points to. Only
+ * where there is an instruction for it. */
+#if defined(__x86_64__)
+#define INTEGER_PRODUCTS 1
+INLINE vi add_products(vi sum, vi numbers, const int16_t *pair) {
+    int32_t both;
+    memcpy(&both, pair, sizeof both);
+    vi other = both - (vi){0};
+#if VL == 16
+    return sum + (vi)_mm512_madd_epi16((__m512i)numbers, (__m512i)other);
+#elif VL == 8
+    return sum + (vi)_mm256_madd_epi16((__m256i)numbers, (__m256i)other);
+#else
+    return sum + (vi)_mm_madd_epi16((__m128i)numbers, (__m128i)other);
+#endif
+}
+#else
+#define INTEGER_PRODUCTS 0
+INLINE vi add_products(vi sum, vi numbers, const int16_t *pair) { return sum; }
+#endif
 
 /* In place: VL vectors of VL elements as a matrix, transposed. */
 INLINE void transpose(vf *rows) {

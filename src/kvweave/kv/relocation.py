@@ -90,7 +90,7 @@ class TensorMover:
 
     def __init__(self, kv: KVTensors, *, native: bool = True, level: int | None = None) -> None:
         self._kv = kv
-        usable = native and kv.device.type == "cpu" and kv.dtype in _NATIVE_TYPES
+        usable = native and kv.device.type == "cpu" and kv.dtype in kernels.NUMBER_TYPES
         self._library = kernels.load() if usable else None
         self._level = level
         self._is_source = np.zeros(kv.num_slots, np.bool_)
@@ -141,16 +141,19 @@ class TensorMover:
         write = torch.from_numpy(targets).long().to(device)
         ends = np.cumsum([len(run.sources) for run in runs]).tolist()
         for number, layout in enumerate(self._kv.layouts):
-            keys, values = self._kv.keys[number], self._kv.values[number]
+            unturned = self._kv.unturned(number)
             if number in zeroed:
-                keys[write] = 0
-                values[write] = 0
+                for tensor in (self._kv.keys[number], *unturned):
+                    tensor[write] = 0
                 continue
             assert layout.rotary is not None  # else refused
-            values[write] = values[read]
+            for tensor in self._kv.unturned(number):
+                tensor[write] = tensor[read]
             for run, end in zip(runs, ends, strict=True):
                 some = slice(end - len(run.sources), end)
-                keys[write[some]] = relocate(keys[read[some]], layout.rotary, run.delta)
+                keys = self._kv.read_keys(number, read[some])
+                turned = relocate(keys, layout.rotary, run.delta)
+                self._kv.write_keys(number, write[some], turned)
 
     def _move_native(
         self, library: kernels.Library, runs: Sequence[MoveRun], zeroed: frozenset[int]
@@ -169,6 +172,8 @@ class TensorMover:
             layers[number] = kernels.MoveLayer(
                 keys=kv.keys[number].data_ptr(),
                 values=kv.values[number].data_ptr(),
+                key_scales=kv.key_scales[number].data_ptr() if kv.key_scales else None,
+                value_scales=kv.value_scales[number].data_ptr() if kv.value_scales else None,
                 heads=layout.num_kv_heads,
                 key_dim=layout.key_dim,
                 value_dim=layout.value_dim,
@@ -185,7 +190,7 @@ class TensorMover:
             run_start=starts.ctypes.data,
             sources=sources.ctypes.data,
             targets=targets.ctypes.data,
-            bfloat16=kv.dtype == torch.bfloat16,
+            type=kernels.NUMBER_TYPES[kv.dtype],
             threads=torch.get_num_threads(),
             level=library.level if self._level is None else self._level,
         )
@@ -198,6 +203,3 @@ def _slots(runs: Sequence[MoveRun]) -> tuple[IntArray, IntArray]:
         np.concatenate([run.sources for run in runs]).astype(np.int32, copy=False),
         np.concatenate([run.targets for run in runs]).astype(np.int32, copy=False),
     )
-
-
-_NATIVE_TYPES = (torch.float32, torch.bfloat16)

@@ -1,11 +1,13 @@
 """The tensors of keys and values: two per layer, addressed by slot, written in place.
 
-As int8 each token's keys and values of one head share a scale: number = integer * scale, with
-scale = largest magnitude / 127.
+As int8 the values of one token and head share a scale, and every 32 numbers of its key: number =
+integer * scale, with scale = largest magnitude / 127. One scale for a whole key would double what
+int8 costs an answer, since a few dimensions of keys are much larger than the others.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave import kernels
 from kvweave.errors import IntegrityError
 from kvweave.kv.layout import LayerLayout
 from kvweave.kv.pool import IntArray
@@ -22,22 +25,40 @@ _TINY = 1e-35
 """Numbers that are all smaller than this are kept as zeros: 127 / them would be infinite."""
 
 
-def quantize(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 (..., dim) and float32 scales (...) of numbers (..., dim), rounded half to even.
+def quantize(numbers: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 (..., dim) and float32 scales (..., groups) of numbers (..., dim), half to even.
 
-    A number that is infinite or not a number makes its scale so, and spoils its whole row.
+    Every `group` numbers share a scale; the last of them may be fewer. A number that is infinite
+    or not a number makes its scale so, and spoils its whole group.
     """
     exact = numbers.float()
-    largest = exact.abs().amax(-1)
-    factor = torch.where(largest > _TINY, 127 / largest, torch.zeros_like(largest))
-    return (exact * factor[..., None]).round_().to(torch.int8), largest / 127
+    parts = exact.abs().split(group, -1)
+    largest = torch.stack([part.amax(-1) for part in parts], -1)
+    factors = torch.where(largest > _TINY, 127 / largest, torch.zeros_like(largest))
+    whole = (exact * _per_number(factors, group, exact.shape[-1])).round_()
+    return whole.to(torch.int8), largest / 127
+
+
+def _key_groups(layout: LayerLayout) -> int:
+    return -(-layout.key_dim // kernels.KEY_GROUP)
+
+
+def _group(pool: torch.Tensor, scales: torch.Tensor) -> int:
+    """Numbers that share a scale."""
+    return pool.shape[2] if scales.shape[2] == 1 else kernels.KEY_GROUP
+
+
+def _per_number(scales: torch.Tensor, group: int, dim: int) -> torch.Tensor:
+    """Scales (..., groups) as (..., dim)."""
+    return scales.repeat_interleave(group, -1)[..., :dim]
 
 
 class KVTensors:
     """Every layer's keys (slots, num_kv_heads, key_dim) and values (.., value_dim).
 
     With dtype int8 `key_scales` and `value_scales` hold each layer's scales, float32 (slots,
-    num_kv_heads); else they are empty.
+    num_kv_heads, groups); else they are empty. `native` False forgoes the
+    compiled kernel; `level` chooses one of its instruction sets.
     """
 
     def __init__(
@@ -48,12 +69,17 @@ class KVTensors:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        native: bool = True,
+        level: int | None = None,
     ) -> None:
         self.layouts = tuple(layouts)
         self.page_size = page_size
         self.num_slots = num_pages * page_size
         self.dtype = dtype
         self.device = torch.device(device)
+        compiled = native and dtype == torch.int8 and self.device.type == "cpu"
+        self._library = kernels.load() if compiled else None
+        self._level = level
 
         def room(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             # Empty on purpose: untouched pages of memory cost nothing until they are used.
@@ -62,8 +88,8 @@ class KVTensors:
         self.keys = [room(at.num_kv_heads, at.key_dim) for at in self.layouts]
         self.values = [room(at.num_kv_heads, at.value_dim) for at in self.layouts]
         scaled = self.layouts if dtype == torch.int8 else ()
-        self.key_scales = [room(at.num_kv_heads, dtype=_SCALE) for at in scaled]
-        self.value_scales = [room(at.num_kv_heads, dtype=_SCALE) for at in scaled]
+        self.key_scales = [room(at.num_kv_heads, _key_groups(at), dtype=_SCALE) for at in scaled]
+        self.value_scales = [room(at.num_kv_heads, 1, dtype=_SCALE) for at in scaled]
 
     @classmethod
     def over(
@@ -81,13 +107,15 @@ class KVTensors:
         view.key_scales, view.value_scales = [], []
         view.page_size, view.num_slots = 1, len(keys[0])
         view.dtype, view.device = keys[0].dtype, keys[0].device
+        view._library = None
         return view
 
     @staticmethod
     def bytes_per_slot(layouts: Sequence[LayerLayout], dtype: torch.dtype) -> int:
         """Memory that one token's KV takes over all layers, scales included."""
         numbers = sum(at.values_per_slot for at in layouts) * dtype.itemsize
-        scales = sum(2 * at.num_kv_heads for at in layouts) if dtype == torch.int8 else 0
+        scaled = layouts if dtype == torch.int8 else ()
+        scales = sum(at.num_kv_heads * (_key_groups(at) + 1) for at in scaled)
         return numbers + scales * _SCALE.itemsize
 
     @property
@@ -102,18 +130,56 @@ class KVTensors:
 
         They are rounded to the pool's type.
         """
-        if self.dtype != torch.int8:
-            self.keys[layer].index_copy_(0, slots, key.to(self.dtype))
-            self.values[layer].index_copy_(0, slots, value.to(self.dtype))
-            return
-        places = (
-            (self.keys[layer], self.key_scales[layer], key),
-            (self.values[layer], self.value_scales[layer], value),
-        )
-        for pool, scales, numbers in places:
-            integers, scale = quantize(numbers)
+        self.write_keys(layer, slots, key)
+        self._write(self.values[layer], self.value_scales, layer, slots, value)
+
+    def write_keys(self, layer: int, slots: torch.Tensor, key: torch.Tensor) -> None:
+        """Store keys only, as `write`."""
+        self._write(self.keys[layer], self.key_scales, layer, slots, key)
+
+    def _write(
+        self,
+        pool: torch.Tensor,
+        scales: list[torch.Tensor],
+        layer: int,
+        slots: torch.Tensor,
+        numbers: torch.Tensor,
+    ) -> None:
+        if not scales:
+            pool.index_copy_(0, slots, numbers.to(pool.dtype))
+        elif self._library is not None and numbers.dtype in kernels.FLOATS:
+            self._quantize(self._library, pool, scales[layer], slots, numbers.contiguous())
+        else:
+            integers, scale = quantize(numbers, _group(pool, scales[layer]))
             pool.index_copy_(0, slots, integers)
-            scales.index_copy_(0, slots, scale)
+            scales[layer].index_copy_(0, slots, scale)
+
+    def _quantize(
+        self,
+        library: kernels.Library,
+        pool: torch.Tensor,
+        scales: torch.Tensor,
+        slots: torch.Tensor,
+        numbers: torch.Tensor,
+    ) -> None:
+        """`quantize` into slots of a pool."""
+        call = kernels.QuantizeCall(
+            tokens=len(slots),
+            heads=pool.shape[1],
+            dim=pool.shape[2],
+            group=_group(pool, scales),
+            slots=slots.data_ptr(),
+            numbers=numbers.data_ptr(),
+            pool=pool.data_ptr(),
+            scales=scales.data_ptr(),
+            type=kernels.NUMBER_TYPES[numbers.dtype],
+            level=library.level if self._level is None else self._level,
+        )
+        library.quantize(ctypes.byref(call))
+
+    def unturned(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """What of a layer's KV does not depend on its position, by slot."""
+        return (self.values[layer], *self.value_scales[layer : layer + 1])
 
     def read_keys(
         self, layer: int, slots: torch.Tensor, dtype: torch.dtype | None = None
@@ -139,7 +205,8 @@ class KVTensors:
         dtype: torch.dtype | None,
     ) -> torch.Tensor:
         if scales:
-            return (pool[slots] * scales[layer][slots][..., None]).to(dtype or _SCALE)
+            factors = _per_number(scales[layer][slots], _group(pool, scales[layer]), pool.shape[2])
+            return (pool[slots] * factors).to(dtype or _SCALE)
         return pool[slots].to(dtype or pool.dtype)
 
     def copy_out(

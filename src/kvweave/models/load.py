@@ -121,7 +121,7 @@ class LoadedModel:
     name: str
     """What clients call it."""
     identity: str
-    """Equal only for equal content, number type and KV layout: belongs in every key of KV."""
+    """Equal only for equal content, number types and KV layout: belongs in every key of KV."""
     layouts: tuple[LayerLayout, ...]
     context_length: int
     vocab_size: int
@@ -132,6 +132,8 @@ class LoadedModel:
     """Tokens may drop out between its layers."""
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """Of keys and values in the pool."""
     device: torch.device
     bits: tuple[int, ...] = ()
     """Of quantised weights; empty without any."""
@@ -152,6 +154,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
     """
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     template = _chat_template(config.chat_template)
     source = find_source(config.model, config.revision, dtype, progress)
     name, *_ = (*config.served_names, source.name)
@@ -174,7 +177,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         config=model.config,
         path=source.path,
         name=name,
-        identity=_identity(source, dtype, bits, layouts),
+        identity=_identity(source, dtype, kv_dtype, bits, layouts),
         layouts=layouts,
         context_length=context_length,
         vocab_size=checked.vocab_size,
@@ -182,6 +185,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         decoder=checked.decoder,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         bits=bits,
     )
@@ -329,6 +333,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 def _identity(
     source: Source,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     bits: tuple[int, ...],
     layouts: tuple[LayerLayout, ...],
 ) -> str:
@@ -339,4 +344,6 @@ def _identity(
             shape.update(f"{at.rotary.interleaved},{at.rotary.offset};".encode())
             shape.update(at.rotary.inv_freq.tobytes())
     number_type = "-".join((str(dtype).removeprefix("torch."), *(f"int{one}" for one in bits)))
+    if kv_dtype != dtype:
+        number_type += f"+{str(kv_dtype).removeprefix('torch.')}"
     return f"{source.name}@{source.fingerprint}:{number_type}:{shape.hexdigest()}"

@@ -26,6 +26,8 @@ class ModelCard:
     vocab_size: int
     model_type: str | None = None
     architectures: tuple[str, ...] = ()
+    kv_cache_dtype: str = "auto"
+    """The number type that `auto` chose."""
     aliases: tuple[str, ...] = ()
     """Other names by which clients may ask for it."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -66,6 +68,7 @@ class ModelCard:
             "architectures": list(self.architectures),
             "max_model_len": self.context_length,
             "vocab_size": self.vocab_size,
+            "kv_cache_dtype": self.kv_cache_dtype,
         }
 
 
@@ -80,6 +83,7 @@ def card_of(loaded: LoadedModel, config: ModelConfig | None = None) -> ModelCard
         vocab_size=loaded.vocab_size,
         model_type=loaded.config.model_type,
         architectures=tuple(loaded.config.architectures or ()),
+        kv_cache_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         aliases=config.served_names[1:],
     )
 

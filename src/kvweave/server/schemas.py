@@ -336,6 +336,7 @@ class ModelInfo(BaseModel):
     architectures: list[str]
     max_model_len: int
     vocab_size: int
+    kv_cache_dtype: str
 
 
 class ServerInfo(ModelInfo):

@@ -54,7 +54,10 @@ class KVRecorder:
         kv = self.runner.kv
         slots = torch.from_numpy(batch.slots).to(kv.device)
         # Indexing copies: the pool's slots are soon used again.
-        keys, values = (tuple(layer[slots] for layer in each) for each in (kv.keys, kv.values))
+        layers = range(len(kv.layouts))
+        keys, values = (
+            tuple(read(layer, slots) for layer in layers) for read in (kv.read_keys, kv.read_values)
+        )
         self._chunks.append(RecordedKV(keys, values, logits.clone()))
         return logits
 

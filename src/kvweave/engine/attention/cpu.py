@@ -15,8 +15,7 @@ from kvweave.kv.tensors import KVTensors
 
 
 class CpuAttention:
-    """The `cpu` backend. Without the kernel, and for other types than float32 and bfloat16, it is
-    plain torch.
+    """The `cpu` backend: plain torch without the kernel, and for types that it does not know.
 
     `native` False forgoes the kernel; `level` chooses one of its instruction sets.
     """
@@ -56,7 +55,8 @@ class CpuAttention:
 
     def attend(self, query: torch.Tensor, kv: KVTensors, call: LayerCall) -> torch.Tensor:
         """See AttentionBackend.attend. The result is overwritten by the next call."""
-        if self._library is None or query.dtype not in _NATIVE_TYPES or query.dtype != kv.dtype:
+        known = query.dtype in kernels.FLOATS and kv.dtype in kernels.NUMBER_TYPES
+        if self._library is None or not known:
             return self._attend_plain(query, kv, call)
         query = query.contiguous()
         keys, values = kv.keys[call.layer], kv.values[call.layer]
@@ -65,6 +65,9 @@ class CpuAttention:
         native.query = query.data_ptr()
         native.keys = keys.data_ptr()
         native.values = values.data_ptr()
+        if kv.key_scales:
+            native.key_scales = kv.key_scales[call.layer].data_ptr()
+            native.value_scales = kv.value_scales[call.layer].data_ptr()
         native.out = out.data_ptr()
         native.heads = query.shape[1]
         native.kv_heads = keys.shape[1]
@@ -73,7 +76,8 @@ class CpuAttention:
         native.window = call.window or 0
         native.scale = call.scale
         native.softcap = call.softcap or 0
-        native.bfloat16 = query.dtype == torch.bfloat16
+        native.query_type = kernels.NUMBER_TYPES[query.dtype]
+        native.type = kernels.NUMBER_TYPES[kv.dtype]
         if self._library.attend(ctypes.byref(native), self._workspace):
             raise MemoryError("no memory for attention's intermediate results")
         return out
@@ -91,6 +95,3 @@ class CpuAttention:
         if self._out.dtype != query.dtype or self._out.numel() < count:
             self._out = torch.empty(count, dtype=query.dtype)
         return self._out[:count].view(shape)
-
-
-_NATIVE_TYPES = (torch.float32, torch.bfloat16)

@@ -56,7 +56,12 @@ class FlashInferAttention:
         """See AttentionBackend.attend."""
         keys, values = kv.keys[call.layer], kv.values[call.layer]
         dim = keys.shape[2]
-        if query.dtype not in _TYPES or dim not in _DIMS or values.shape[2] != dim:
+        if (
+            query.dtype not in _TYPES
+            or kv.dtype != query.dtype
+            or dim not in _DIMS
+            or values.shape[2] != dim
+        ):
             return self._attend_otherwise(query, kv, call)
         kind = _Kind(
             query.shape[1], keys.shape[1], dim, call.window, call.softcap, call.scale, query.dtype

@@ -75,12 +75,11 @@ class GatheredAttention:
 
     def attend(self, query: torch.Tensor, kv: KVTensors, call: LayerCall) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        keys, values = kv.keys[call.layer], kv.values[call.layer]
-        out = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
+        out = query.new_empty(query.shape[0], query.shape[1], kv.values[call.layer].shape[2])
         for block in self._blocks:
-            self._attend_block(block, query, keys, values, call, out)
+            self._attend_block(block, query, kv, call, out)
         for some in self._singles:
-            self._attend_singles(some, query, keys, values, call, out)
+            self._attend_singles(some, query, kv, call, out)
         return out
 
     def _plan_row(self, first: int, last: int, page_first: int, page_last: int) -> None:
@@ -114,20 +113,21 @@ class GatheredAttention:
         self,
         block: _Block,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: KVTensors,
         call: LayerCall,
         out: torch.Tensor,
     ) -> None:
         low = 0 if call.window is None else max(0, block.lowest - call.window + 1)
         slots = block.slots[low:]
+        keys = kv.read_keys(call.layer, slots, query.dtype)
+        values = kv.read_values(call.layer, slots, query.dtype)
         heads = keys.shape[1]
         # (kv heads, heads per kv head, tokens, dim): the group rides along as attention's heads,
         # and one KV head serves all of them without a copy.
         q = query[block.first : block.last]
         q = q.view(len(q), heads, -1, q.shape[2]).permute(1, 2, 0, 3)
-        k = keys[slots].permute(1, 0, 2).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
-        v = values[slots].permute(1, 0, 2).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+        k = keys.permute(1, 0, 2).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+        v = values.permute(1, 0, 2).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
         mask = None
         if block.last - block.first > 1:
             at = self._batch.positions[block.first : block.last, None]
@@ -139,21 +139,21 @@ class GatheredAttention:
         self,
         some: _Singles,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: KVTensors,
         call: LayerCall,
         out: torch.Tensor,
     ) -> None:
         # (rows, kv heads, heads per kv head, dim): the group's heads are the "tokens" of attention.
-        q = query[some.tokens].view(len(some.tokens), keys.shape[1], -1, query.shape[2])
+        kv_heads = kv.keys[call.layer].shape[1]
+        q = query[some.tokens].view(len(some.tokens), kv_heads, -1, query.shape[2])
         at, slots = some.positions[:, None], some.slots
         span = torch.arange(slots.shape[1], device=query.device)
         if call.window is not None and call.window < len(span):
             span = at - torch.arange(call.window - 1, -1, -1, device=query.device)
             slots = slots.gather(1, span.clamp(min=0))
         mask = ((span >= 0) & (span <= at))[:, None, None]
-        k = keys[slots].transpose(1, 2)
-        v = values[slots].transpose(1, 2)
+        k = kv.read_keys(call.layer, slots, query.dtype).transpose(1, 2)
+        v = kv.read_values(call.layer, slots, query.dtype).transpose(1, 2)
         out[some.tokens] = _attention(q, k, v, mask, call).flatten(1, 2)
 
 

@@ -118,7 +118,7 @@ class QuestionAttention:
         """One layer's queries (T, heads, key_dim), after its keys have been written."""
         if call.layer in self._layers:
             for seen in self._seen:
-                seen.add(query, kv.keys[call.layer], call)
+                seen.add(query, kv, call)
 
     def mass(self, row: int) -> torch.Tensor:
         """float32, by position of the row: mean share of attention over layers and heads."""
@@ -150,8 +150,9 @@ class _Seen:
             torch.zeros(count, device=device),
         )
 
-    def add(self, query: torch.Tensor, keys: torch.Tensor, call: LayerCall) -> None:
-        key = keys[self.slots].permute(1, 2, 0)  # (kv heads, dim, positions)
+    def add(self, query: torch.Tensor, kv: KVTensors, call: LayerCall) -> None:
+        # (kv heads, dim, positions)
+        key = kv.read_keys(call.layer, self.slots, query.dtype).permute(1, 2, 0)
         q = query[self.queries]
         count, heads, dim = q.shape
         group = heads // len(key)
@@ -210,8 +211,8 @@ class RecomputeSelector:
                 continue
             at = torch.searchsorted(self.kept, row.at).to(slots.device)
             there = slots[at]
-            score = _deviation(key[at], kv.keys[layer][there])
-            score += _deviation(value[at], kv.values[layer][there])
+            score = _deviation(key[at], kv.read_keys(layer, there))
+            score += _deviation(value[at], kv.read_values(layer, there))
             fewer |= row.keep(score.cpu(), row.count(keep))
         if fewer:
             self.kept = self._alive()
