@@ -65,6 +65,7 @@ def test_an_unsupported_model_is_reported_in_one_sentence(monkeypatch, capfd):
         raise UnsupportedModelError("gpt9 cannot be served: it has no layers.")
 
     monkeypatch.setattr("kvweave.models.load_model", refuse)
+    monkeypatch.setattr("kvweave.cli.model.check_machine", lambda config: None)
     assert run("info", "--model", "gpt9") == 2
     assert capfd.readouterr().err == "kvweave: gpt9 cannot be served: it has no layers\n"
 
@@ -141,6 +142,7 @@ def test_info_shows_facts_about_a_model(tiny_folder, capsys):
         (["bench", "--list"], 0, ""),
         (["serve", "--model", "/no/such/folder"], 2, "no folder or GGUF file /no/such/folder"),
         (["info", "--model", "./none.gguf"], 2, "no folder or GGUF file ./none.gguf"),
+        (["serve", "--model", "no-one/nothing"], 2, "HF_HUB_OFFLINE forbids to ask the model hub"),
         (["generate", "--device", "gpu", "x"], 2, "--device is one of auto, cpu, cuda"),
         (["serve", "--device", "cuda"], 2, "--device cuda cannot be used"),
         (["chat", "--max-total-tokens", "8"], 2, "holds no page of --page-size 16"),

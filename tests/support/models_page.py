@@ -8,12 +8,12 @@ transformers. Then a document is served behind another beginning, and its moved 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,13 @@ transformers built no tiny model of these kinds from the sizes used here: {kinds
 
 def main() -> None:
     """Try every kind, and write the page; with arguments, only those kinds, to the terminal."""
-    kinds = [kind for kind in kinds_of_transformers() if kind in (sys.argv[1:] or [kind])]
-    with ThreadPoolExecutor(1) as pool:
-        rows = list(pool.map(tried, kinds))
-    if sys.argv[1:]:
+    # Before the processes fork, so that each of them has it all at hand.
+    import kvweave.engine.llm
+    import kvweave.models.load  # noqa: F401
+
+    wanted = sys.argv[1:]
+    rows = [tried(kind) for kind in wanted or kinds_of_transformers()]
+    if wanted:
         print(json.dumps(rows, indent=1))
     else:
         PAGE.write_text("\n".join(page(rows)) + "\n", encoding="utf-8")
@@ -125,27 +128,25 @@ def kinds_of_transformers() -> list[str]:
 
 def tried(kind: str) -> dict[str, Any]:
     """One row: what happened to a kind in a process of its own."""
-    code = f"from support.models_page import try_kind; try_kind({kind!r})"
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=try_kind, args=(kind, sender))
+    process.start()
+    sender.close()
+    found: dict[str, Any] = {"untried": f"took longer than {SECONDS} seconds"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            cwd=Path(__file__).parents[1],
-        )
-    except subprocess.TimeoutExpired:
-        return {"kind": kind, "untried": f"took longer than {SECONDS} seconds"}
-    try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        found = {"error": said[-1]}
+        if receiver.poll(SECONDS):
+            found = receiver.recv()
+    except EOFError:
+        found = {"error": "its process died"}
+    process.kill()
+    process.join()
+    print(kind, found, file=sys.stderr, flush=True)
     return {"kind": kind, **found}
 
 
-def try_kind(kind: str) -> None:
-    """Build, load, compare and move; prints a JSON line."""
+def try_kind(kind: str, answer: Connection) -> None:
+    """Build, load, compare and move; sends the row."""
     from kvweave.errors import ConfigError, UnsupportedModelError
     from support.tinymodels import save
 
@@ -153,13 +154,21 @@ def try_kind(kind: str) -> None:
         try:
             folder = save(tiny_config(kind), Path(scratch) / kind)
         except Exception as error:  # a configuration of these sizes may make no sense to its code
-            print(json.dumps({"untried": f"{type(error).__name__}: {error}".splitlines()[0]}))
+            answer.send({"untried": first_line(error)})
             return
         try:
-            found = measured(folder)
+            try:
+                answer.send(measured(folder, "fuzzy_match"))
+            except ConfigError:  # its keys cannot move
+                answer.send(measured(folder, "radix"))
         except (UnsupportedModelError, ConfigError) as error:
-            found = {"refused": str(error).removeprefix(f"{kind} cannot be served: ")}
-        print("\n" + json.dumps(found))
+            answer.send({"refused": str(error).removeprefix(f"{kind} cannot be served: ")})
+        except Exception as error:
+            answer.send({"error": first_line(error)})
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def tiny_config(kind: str) -> Any:
@@ -182,7 +191,7 @@ def tiny_config(kind: str) -> Any:
     return kind_class(**settings)
 
 
-def measured(folder: Path) -> dict[str, Any]:
+def measured(folder: Path, backend: str) -> dict[str, Any]:
     """Largest difference of log probabilities, and tokens that moved, of those that could."""
     import torch
 
@@ -191,7 +200,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
     llm = LLM(
         str(folder),
-        prefix_cache_backend="fuzzy_match",
+        prefix_cache_backend=backend,
         fuzzy_self_check="off",
         fuzzy_refresh_tokens=0,
         max_total_tokens=2048,

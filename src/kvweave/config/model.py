@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from kvweave.config.base import flag, positive
 
@@ -77,8 +81,14 @@ class ModelConfig:
     def missing(self) -> list[str]:
         """Problems of this machine, found without torch. Replicas may run on other machines."""
         found = []
-        if names_a_path(self.model) and not Path(self.model or "").expanduser().exists():
-            found.append(f"there is no folder or GGUF file {self.model}")
+        if self.model is not None and not Path(self.model).expanduser().exists():
+            if names_a_path(self.model):
+                found.append(f"there is no folder or GGUF file {self.model}")
+            elif not _has_copy_of(self.model) and (reason := _hub_out_of_reach()):
+                found.append(
+                    f"{self.model} is no folder or GGUF file here, no copy of a hub model of that "
+                    f"name is on this machine, and {reason}"
+                )
         if self.device.startswith("cuda") and _lacks_cuda():
             found.append(f"--device {self.device} cannot be used: this machine has no GPU driver")
         return found
@@ -92,6 +102,32 @@ def names_a_path(model: str | None) -> bool:
         or model.count("/") > 1
         or model.endswith(".gguf")
     )
+
+
+def _has_copy_of(name: str) -> bool:
+    """Whether the hub's client has files of this model in its cache."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / (
+        "huggingface"
+    )
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    return (cache / f"models--{name.replace('/', '--')}").is_dir()
+
+
+def _hub_out_of_reach() -> str | None:
+    """Why the model hub cannot be asked; its client would try for a minute. None if it may answer.
+
+    Behind a proxy, only the proxy knows.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return "HF_HUB_OFFLINE forbids to ask the model hub"
+    host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
+    if getproxies() or host is None:
+        return None
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError as error:
+        return f"the model hub {host} cannot be reached: {error.strerror or error}"
+    return None
 
 
 def _lacks_cuda() -> bool:

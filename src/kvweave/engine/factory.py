@@ -128,6 +128,12 @@ def _fuzzy(config: EngineConfig, loaded: LoadedModel) -> FuzzyConfig:
     return replace(fuzzy, refresh_strategy=SEAMS)
 
 
+_CPU_CONTEXTS = 8
+_CPU_TOKENS = 65_536
+"""Without --max-total-tokens, a pool in a CPU's memory, which other programs want too, holds this
+many prompts of full length, or this many tokens if that is more."""
+
+
 def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
     """Slots of the pool: as configured, or as memory allows and the running requests can use."""
     page_size = config.cache.page_size
@@ -136,6 +142,8 @@ def pool_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
     free = free_bytes(loaded.device) * config.cache.mem_fraction_static
     affordable = int(free) // KVTensors.bytes_per_slot(loaded.layouts, loaded.kv_dtype)
     useful = config.scheduler.max_running_requests * loaded.context_length
+    if loaded.device.type == "cpu":
+        useful = min(useful, max(_CPU_CONTEXTS * loaded.context_length, _CPU_TOKENS))
     pages = min(affordable, useful) // page_size
     if pages < 1:
         raise ConfigError(

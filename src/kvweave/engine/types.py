@@ -159,14 +159,18 @@ class Limits:
         self._check_tokens(sampling.allowed_token_ids or (), "allowed_token_ids")
         self._check_tokens(chain.from_iterable(sampling.bad_words_ids), "bad_words")
 
-    def longest(self, request: GenerateRequest) -> int:
-        """The length, prompt included, at which an answer ends.
+    @property
+    def _room(self) -> int:
+        """Most tokens of prompt and answer.
 
         The pool counts one token more than it holds: the KV of the last token is never read.
         """
-        room = min(self.context_length, self.pool_tokens + 1)
+        return min(self.context_length, self.pool_tokens + 1)
+
+    def longest(self, request: GenerateRequest) -> int:
+        """The length, prompt included, at which an answer ends."""
         wanted = request.sampling.max_tokens
-        return room if wanted is None else min(room, len(request.prompt_ids) + wanted)
+        return self._room if wanted is None else len(request.prompt_ids) + wanted
 
     def _check_length(self, prompt: int, max_tokens: int | None) -> None:
         if not prompt:
@@ -185,6 +189,15 @@ class Limits:
                 f"whose KV pool holds {self.pool_tokens} (--max-total-tokens). However, the prompt "
                 f"has {prompt} tokens",
                 param="prompt",
+                code="context_length_exceeded",
+            )
+        if max_tokens is not None and prompt + max_tokens > self._room:
+            raise RequestError(
+                f"This model's maximum context length is {self._room} tokens on this server. "
+                f"However, you requested {prompt + max_tokens} tokens ({prompt} in the prompt, "
+                f"{max_tokens} for the answer): ask for at most {self._room - prompt}, or leave "
+                "max_tokens out",
+                param="max_tokens",
                 code="context_length_exceeded",
             )
 
