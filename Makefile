@@ -64,7 +64,7 @@ check: install
 
 # The browser has a process of its own: what drives it owns that process's event loop.
 unit: model $(BROWSER)
-	$(BIN)/python -m pytest -m "not browser"
+	$(BIN)/python -m pytest -m "not browser" -n auto --maxprocesses 4 --dist loadfile
 	$(BIN)/python -m pytest -m browser
 
 test: check unit
