@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
+from kvweave import LLM, SamplingParams
 from kvweave.config import ModelConfig
 from kvweave.errors import ConfigError, UnsupportedModelError
 from kvweave.models import LoadedModel, hooks, load_model
@@ -69,6 +70,22 @@ def test_a_served_model_says_what_it_is(name: str, tiny: Callable[[str], LoadedM
     assert loaded.dtype == torch.float32
     assert len(loaded.layouts) == 3
     assert loaded.tokenizer.decode(loaded.tokenizer("naïve").input_ids) == "naïve"
+
+
+def test_the_models_own_sampling_is_read(tmp_path: Path) -> None:
+    folder = save(TINY["llama"](), tmp_path / "tiny")
+    own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": 257}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    llm = LLM(str(folder), max_total_tokens=512)
+    assert llm.engine.loaded.sampling == {"temperature": 0.6, "top_k": 20}
+    asked = []
+    llm.engine.add = asked.append
+    llm.generate("x")
+    llm.generate("x", SamplingParams(top_k=3))
+    assert [(each.sampling.temperature, each.sampling.top_k) for each in asked] == [
+        (0.6, 20),
+        (1, 3),
+    ]
 
 
 def test_the_long_context_cap_is_logged(

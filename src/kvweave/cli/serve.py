@@ -50,6 +50,13 @@ def serve(
                 "anyone who reaches %s may use this server: there is no --api-key", server.host
             )
 
+        if facts.card.sampling and server.sampling_defaults == "model":
+            log.info(
+                "requests that do not say otherwise are sampled as the model's generation_config "
+                "has it: %s (--sampling-defaults openai: as OpenAI does)",
+                ", ".join(f"{name} {value:g}" for name, value in facts.card.sampling.items()),
+            )
+
         def ready(url: str) -> None:
             pool = answering.snapshot().total_tokens
             backend = facts.config.cache.prefix_cache_backend

@@ -46,6 +46,12 @@ class ServerConfig:
         "Time that a client may take to send the head of a request, to send its body, or to read "
         "a part of its answer.",
     )
+    sampling_defaults: str = flag(
+        "model",
+        "What holds where a request names no temperature, top_p, top_k, min_p or "
+        "repetition_penalty: the model's generation_config, or OpenAI's defaults.",
+        choices=("model", "openai"),
+    )
     max_stored_responses: int = flag(
         1024, "Answers of /v1/responses kept for previous_response_id; 0: none."
     )

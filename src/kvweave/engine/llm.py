@@ -72,14 +72,15 @@ class LLM:
         """Answer one prompt (a text, or its token ids), or many of them together.
 
         Returns the `n` completions of a single prompt, or such a list for each of many. `sampling`
-        is for all prompts, or one per prompt. Raises RequestError, before anything is computed, if
+        is for all prompts, or one per prompt; without it, the model's generation_config holds
+        where it says something. Raises RequestError, before anything is computed, if
         a prompt cannot be served; a failure afterwards ends that completion with "error".
         """
         single = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral))
         many: Any = [prompts] if single else prompts
         requests = [
             self._request(prompt, params)
-            for prompt, params in zip(many, _per_prompt(sampling, len(many)), strict=True)
+            for prompt, params in zip(many, self._per_prompt(sampling, len(many)), strict=True)
         ]
         for request in requests:
             self.engine.limits.check(request)
@@ -159,6 +160,18 @@ class LLM:
             rid=f"prompt-{next(self._ids)}", prompt_ids=tuple(token_ids), sampling=params
         )
 
+    def _per_prompt(self, sampling: Sampling, count: int) -> Sequence[SamplingParams]:
+        if sampling is None:
+            given: dict[str, Any] = dict(self.engine.loaded.sampling)
+            return [SamplingParams(**given)] * count
+        if isinstance(sampling, SamplingParams):
+            return [sampling] * count
+        if len(sampling) != count:
+            raise ValueError(
+                f"{count} prompts need {count} sampling parameters, not {len(sampling)}"
+            )
+        return sampling
+
     def _run(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """Keep the queue filled until all are answered; on an error, abort those that are left."""
         answers = {r.rid: [Completion() for _ in range(r.sampling.n)] for r in requests}
@@ -196,11 +209,3 @@ def config_of(**flags: Any) -> EngineConfig:
     [config] = make([EngineConfig], values, problems)
     config.warn_without_effect(values)
     return config
-
-
-def _per_prompt(sampling: Sampling, count: int) -> Sequence[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    if len(sampling) != count:
-        raise ValueError(f"{count} prompts need {count} sampling parameters, not {len(sampling)}")
-    return sampling

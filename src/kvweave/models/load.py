@@ -131,6 +131,8 @@ class LoadedModel:
     prunes_tokens: bool
     """Tokens may drop out between its layers."""
     eos_token_ids: frozenset[int]
+    sampling: Mapping[str, float]
+    """Fields of SamplingParams that the model's generation_config sets."""
     dtype: torch.dtype
     kv_dtype: torch.dtype
     """Of keys and values in the pool."""
@@ -184,6 +186,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         prunes_tokens=checked.prunes_tokens,
         decoder=checked.decoder,
         eos_token_ids=_eos_token_ids(model, tokenizer),
+        sampling=_sampling(model),
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
@@ -328,6 +331,15 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
         ids = getattr(owner, "eos_token_id", None)
         found.update(ids if isinstance(ids, (list, tuple)) else [ids])
     return frozenset(int(one) for one in found if one is not None)
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _sampling(model: PreTrainedModel) -> dict[str, float]:
+    settings = model.generation_config
+    said = {name: getattr(settings, name, None) for name in _SAMPLING}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _identity(

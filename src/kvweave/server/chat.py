@@ -123,7 +123,9 @@ async def _read(service: Service, body: ChatBody) -> ReadChat:
     reader, chat, notes = service.reader, body.conversation(), {}
     scored = (body.top_logprobs or 0) if body.logprobs else None
     words = reader.spellings(body.bad_words)
-    sampling = body.sampling(max_tokens=None, logprobs=scored, bad_words_ids=words)
+    sampling = body.sampling(
+        **service.sampling, max_tokens=None, logprobs=scored, bad_words_ids=words
+    )
     if body.move_volatile_head:
         chat, notes["kvweave_volatile_head"] = service.volatile_head.moved(chat)
     if body.reorder is None:

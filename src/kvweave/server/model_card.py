@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ class ModelCard:
     """The number type that `auto` chose."""
     aliases: tuple[str, ...] = ()
     """Other names by which clients may ask for it."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What the model's generation_config sets of SamplingParams."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def require(self, name: str | None) -> None:
@@ -85,6 +88,7 @@ def card_of(loaded: LoadedModel, config: ModelConfig | None = None) -> ModelCard
         architectures=tuple(loaded.config.architectures or ()),
         kv_cache_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         aliases=config.served_names[1:],
+        sampling=loaded.sampling,
     )
 
 

@@ -86,6 +86,8 @@ class Service:
             reasoning_parser=config.reasoning_parser,
         )
         self.texts = TokenTexts(engine.tokenizer)
+        self.sampling = dict(card.sampling) if config.sampling_defaults == "model" else {}
+        """Parameters of requests that do not name them."""
         self.volatile_head = VolatileHead(config.volatile_head)
         self.live = LiveGenerations()
         self.observer = observer

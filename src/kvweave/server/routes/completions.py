@@ -30,6 +30,7 @@ def completions_router(service: Service) -> APIRouter:
         service.card.require(body.model)
         reader = service.reader
         sampling = body.sampling(
+            **service.sampling,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
             bad_words_ids=reader.spellings(body.bad_words),

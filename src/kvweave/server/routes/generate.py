@@ -134,7 +134,7 @@ def generate_router(service: Service) -> APIRouter:
             words = reader.spellings(params.bad_words)
             more = {"logprobs": scores, "prompt_logprobs": prompt_scores, "bad_words_ids": words}
             try:
-                sampling.append(params.sampling(**more))
+                sampling.append(params.sampling(**service.sampling, **more))
             except RequestError as wrong:
                 wrong.param = _param(wrong.param or "")
                 raise
