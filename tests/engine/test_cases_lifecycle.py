@@ -203,7 +203,7 @@ def test_a_prompt_too_large_for_the_pool_is_refused_and_the_others_go_on():
 
 def test_an_answer_that_outgrows_the_pool_ends_alone_by_length():
     world = make_world("radix", pool_tokens=64)
-    world.run(request("grows", prompt(40, 1), 1000), request("small", prompt(20, 2), 4))
+    world.run(request("grows", prompt(40, 1), None), request("small", prompt(20, 2), 4))
     assert world.ids("grows") == oracle_answer(prompt(40, 1), 64 + 1 - 40)
     assert world.ids("small") == oracle_answer(prompt(20, 2), 4)
     world.assert_idle()
