@@ -16,7 +16,7 @@ from kvweave.config import ServerConfig
 from kvweave.server.run import bind
 from support.serverkit import eventually
 
-LONG = {"prompt": "x", "max_tokens": 700, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "x", "max_tokens": 255, "ignore_eos": True, "stream": True}
 
 
 def free_port():
