@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +91,37 @@ def test_a_result_depends_neither_on_other_rows_nor_on_threads() -> None:
     batch.rows, batch.tokens = 1, 1
     backend.begin(batch)
     assert torch.equal(backend.attend(query[:1], kv, call), together[:1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("tokens", [2, 3, 5, 13])
+def test_the_tokens_of_a_draft_get_what_each_would_get_alone(tokens: int, threads: int) -> None:
+    """To the last bit: rounding to 8 bits afterwards makes large differences of the least."""
+    generator = torch.Generator().manual_seed(tokens)
+    positions = list(range(700, 700 + tokens))
+    together = make_batch([positions], 16, generator)
+    kv = make_kv(together, LayerLayout(3, 64, 64), torch.float32, generator)
+    query = torch.randn(tokens, 9, 64, generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        backend = CpuAttention()
+        backend.begin(together)
+        found = backend.attend(query, kv, LayerCall(0, 0.125)).clone()
+        for at, position in enumerate(positions):
+            alone = replace(
+                together,
+                positions=torch.tensor([position]),
+                slots=torch.zeros(1, dtype=torch.int64),
+                query_start=torch.tensor([0, 1], dtype=torch.int32),
+                tokens=1,
+                longest=position + 1,
+            )
+            backend.begin(alone)
+            one = backend.attend(query[at : at + 1], kv, LayerCall(0, 0.125))
+            assert torch.equal(one[0], found[at])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_extreme_scores_stay_numbers() -> None:

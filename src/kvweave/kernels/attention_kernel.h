@@ -5,8 +5,11 @@
  */
 #include "attention_tile.h"
 
-/* Up to this many queries per KV head, reading keys where they lie beats packing them. */
+/* Up to this many queries per KV head, reading keys where they lie beats packing them. The two ways
+ * add in other orders. So a few tokens are computed as each of them alone: an answer must not depend
+ * on whether a draft was verified (13: a token and the 12 of a draft). */
 #define DIRECT_ROWS 6
+#define DIRECT_TOKENS 13
 
 /* One thread's scratch, cut to size for a call. */
 typedef struct {
@@ -258,8 +261,9 @@ TARGET static void attend_item(const attention_call *call, const attention_item 
             wide = PADDED(call->value_dim);
     at.how = PACKED;
     int64_t lanes = call->type == INT8 ? 4 * VL : VL;
-    if (rows <= DIRECT_ROWS && call->key_dim % lanes == 0 && call->value_dim % VL == 0 &&
-        (call->type != INT8 || INTEGER_PRODUCTS))
+    int64_t group = call->heads / call->kv_heads, tokens = item->token_end - item->token;
+    if (group <= DIRECT_ROWS && tokens <= DIRECT_TOKENS && call->key_dim % lanes == 0 &&
+        call->value_dim % VL == 0 && (call->type != INT8 || INTEGER_PRODUCTS))
         at.how = DIRECT_FLOAT32 + call->type;
     else if (call->value_dim < wide)
         memset(at.view.packed_values, 0, sizeof(float) * BLOCK * wide);
