@@ -1,4 +1,4 @@
-"""kvweave serves language models and never computes the same text twice."""
+"""kvweave serves language models and reuses the KV cache of earlier prompts."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _kvweave(
         False, "--debug", help="Show where an error comes from; KVWEAVE_DEBUG=1 does the same."
     ),
 ) -> None:
-    """Serves language models and never computes the same text twice."""
+    """Serves language models and reuses the KV cache of earlier prompts."""
 
 
 _Name = Annotated[str | None, typer.Argument(help="Which benchmark; --list shows them.")]
