@@ -173,7 +173,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
     bits = bits_of(model)
     if template is not None:
         tokenizer.chat_template = template
-    return LoadedModel(
+    loaded = LoadedModel(
         model=model,
         tokenizer=tokenizer,
         config=model.config,
@@ -192,6 +192,9 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         device=device,
         bits=bits,
     )
+    by = "its own code" if checked.decoder is None else "compiled kernels, layer by layer"
+    _log.info("%s: %s, run by %s", name, loaded.number_types, by)
+    return loaded
 
 
 def _device(wanted: str) -> torch.device:

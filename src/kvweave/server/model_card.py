@@ -33,6 +33,8 @@ class ModelCard:
     """Other names by which clients may ask for it."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What the model's generation_config sets of SamplingParams."""
+    number_types: str = ""
+    """Of arithmetic and weights, as in "float32, int4 and int8 weights"."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def require(self, name: str | None) -> None:
@@ -72,6 +74,7 @@ class ModelCard:
             "max_model_len": self.context_length,
             "vocab_size": self.vocab_size,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "number_types": self.number_types,
         }
 
 
@@ -89,6 +92,7 @@ def card_of(loaded: LoadedModel, config: ModelConfig | None = None) -> ModelCard
         kv_cache_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         aliases=config.served_names[1:],
         sampling=loaded.sampling,
+        number_types=loaded.number_types,
     )
 
 

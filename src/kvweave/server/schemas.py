@@ -337,6 +337,7 @@ class ModelInfo(BaseModel):
     max_model_len: int
     vocab_size: int
     kv_cache_dtype: str
+    number_types: str
 
 
 class ServerInfo(ModelInfo):
