@@ -29,5 +29,5 @@ def test_appended_and_decoded_tokens_are_forgotten(tiny_folder: Callable[[str], 
 def test_a_dead_process_is_an_error_in_words() -> None:
     ours, theirs = multiprocessing.Pipe()
     theirs.close()
-    with pytest.raises(KvweaveError, match="plain transformers has died"):
+    with pytest.raises(KvweaveError, match="the process that runs a baseline has died"):
         _Remote(ours).decode(1)

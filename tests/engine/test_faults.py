@@ -54,7 +54,9 @@ SINK = lambda world: world.engine.components.events  # noqa: E731
 POOL = lambda world: world.engine.cache.pool  # noqa: E731
 
 PHASES = {
-    "made": Phase(before(MAKER, "make", lambda s, _: [s.group.request.rid]), times=(1,)),
+    "made": Phase(
+        before(MAKER, "make", lambda sequence, *_: [sequence.group.request.rid]), times=(1,)
+    ),
     "matched": Phase(before(cache_of, "match", by_rid), fails=False),
     "awaiting its producer": Phase(before(cache_of, "pending_prefix", by_rid)),
     "leased": Phase(before(cache_of, "lease", by_rid)),

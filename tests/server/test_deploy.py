@@ -29,7 +29,7 @@ def expressions(dashboard):
 
 def test_the_dashboard_shows_every_metric_and_no_other(dashboard):
     told = {"provider_events": {"asked": 1}, "provider_figures": {"passages": 1}}
-    told["paraphrase_refused"] = {"facts": 1}
+    told |= {"paraphrase_refused": {"facts": 1}, "store_figures": {"stored_pages": 1}}
     metrics = Metrics("toy", lambda: replace(FakeEngine().snapshot(), **told))
     metrics.request_refused(429)
     families = list(metrics.registry.collect())
