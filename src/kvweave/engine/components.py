@@ -1,4 +1,4 @@
-"""The parts below the scheduler that an engine is given: pool, cache, runner, event sink."""
+"""The parts below the scheduler that an engine is given, from the pool to the store on disk."""
 
 from __future__ import annotations
 

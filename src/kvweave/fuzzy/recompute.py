@@ -1,7 +1,7 @@
 """Strategies of selective recompute: which tokens of moved spans to compute again.
 
 KV that was moved is that of the right token at the right position, but it was computed behind
-another text. Few tokens take that badly (CacheBlend, arXiv 2405.16444, section 4); a strategy says
+another text. That matters for few tokens (CacheBlend, arXiv 2405.16444, section 4); a strategy says
 how to find them. Some is known when the plan is made: where spans begin, and where the prompt
 differs from its donor. The rest shows in the forward pass, whose part of the work
 is `engine.execution.selective_recompute`.

@@ -11,7 +11,7 @@ Owners of a prompt's pages, by token range, and when they are freed (pages of 4 
     evict      frees p0 to p3 later, from the tail, once no lease holds them.
 
     Behind a span (moved or paraphrased KV) nothing is published: those pages are the lease's only.
-    Donor pages that it reads from are `pinned`, and stay the cache's.
+    Donor pages are `pinned` while they are copied, and stay the cache's.
 
 No torch here.
 """

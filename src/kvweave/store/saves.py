@@ -1,4 +1,4 @@
-"""Writes the pages of ended requests to the store, buffer by buffer, behind their backs."""
+"""Writes the pages of ended requests to the store, in the background, one buffer at a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Drafts: proposals for an answer's next tokens, from text that is there, and how many pay.
+"""Drafts: an answer's next tokens as known text continues it, and how many are worth proposing.
 
-Answers quote: the prompt, themselves, earlier answers. Where the last tokens of an answer stand
+Answers repeat the prompt, themselves and earlier answers. Where the last tokens of an answer stand
 elsewhere, what follows there is proposed, and the forward pass that computes the next token also
 verifies all of it: speculative decoding without a draft model. No answer depends on a draft.
 """
