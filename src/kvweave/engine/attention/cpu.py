@@ -15,7 +15,7 @@ from kvweave.kv.tensors import KVTensors
 
 
 class CpuAttention:
-    """The `cpu` backend: the kernel; plain torch where there is none, or for types it does not know.
+    """The `cpu` backend: the kernel; plain torch without one, and for types it does not know.
 
     `native` False forgoes the kernel; `level` chooses one of its instruction sets.
     """
