@@ -34,6 +34,11 @@ class BenchOptions:
     """What every bench can be told; the command line is derived from it, like all flags."""
 
     model: str | None = flag(None, "Model to measure with; the packaged one without it.")
+    quantization: str = flag(
+        "auto",
+        "What becomes of its weights, as in kvweave serve.",
+        choices=("auto", "none", "int8", "int4"),
+    )
     n: int | None = flag(None, "How many cases or rounds; the bench's own number without it.")
     seed: int = flag(0, "Chooses texts and orders; the same seed gives the same prompts.")
     quick: bool = flag(False, "A smoke test in seconds: small, few, and no figures to quote.")

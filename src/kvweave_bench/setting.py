@@ -36,7 +36,7 @@ class Setting:
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        return ModelConfig(model=self.options.model)
+        return ModelConfig(model=self.options.model, quantization=self.options.quantization)
 
     @cached_property
     def loaded(self) -> LoadedModel:
