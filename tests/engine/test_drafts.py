@@ -17,7 +17,6 @@ from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, ModelConfig, 
 from kvweave.engine.engine import Engine
 from kvweave.engine.scheduler.drafts import DraftHistory, StepCost, repeated
 from kvweave.engine.types import Completion, GenerateRequest, GrammarSpec, SamplingParams
-from kvweave.errors import RequestError
 from kvweave.prefix.lease import RequestView
 from support.enginekit import (
     EOS,
@@ -28,7 +27,7 @@ from support.enginekit import (
     make_world,
     oracle_answer,
     prompt,
-    random_request,
+    random_life,
     request,
 )
 
@@ -75,22 +74,7 @@ def test_random_lives_with_drafts_end_idle_and_answer_right(backend, seed):
     foretell(world, truth, rng)
     faults = seed == 2
     world.runner.before = Faults(rng, 0.1 if faults else 0.0)
-    requests = {}
-    for turn in range(80):
-        for _ in range(int(rng.integers(0, 3))):
-            new = random_request(rng, f"{turn}-{len(requests)}")
-            try:
-                world.engine.add(new)
-                requests[new.rid] = new
-            except RequestError:
-                world.engine.check()
-        if requests and rng.random() < 0.1:
-            for delta in world.engine.abort(str(rng.choice(list(requests)))):
-                world.answers[delta.rid, delta.index].finish_reason = delta.finish_reason
-        world.step()
-    world.runner.before = lambda batch: None
-    world.run()
-    world.assert_idle()
+    requests = random_life(world, rng, 80)
     assert_answers(world, requests, faults)
     snapshot = world.engine.snapshot()
     assert 0 < snapshot.accepted_tokens < snapshot.drafted_tokens

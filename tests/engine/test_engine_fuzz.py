@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvweave.errors import RequestError
 from support.enginekit import (
     EXACT_BACKENDS,
     Faults,
     World,
     assert_answers,
     make_world,
-    random_request,
+    random_life,
 )
 
 
@@ -38,24 +37,7 @@ def test_random_lives_end_idle_and_answer_right(backend, seed):
         world = random_world(rng, backend)
         faults = rng.random() < 0.3
         world.runner.before = Faults(rng, 0.1 if faults else 0.0)
-        requests = {}
-        for turn in range(60):
-            for _ in range(int(rng.integers(0, 3))):
-                new = random_request(rng, f"{life}-{turn}-{len(requests)}")
-                try:
-                    world.engine.add(new)
-                    requests[new.rid] = new
-                except RequestError:
-                    world.engine.check()
-            if requests and rng.random() < 0.1:
-                rid = str(rng.choice(list(requests)))
-                for delta in world.engine.abort(rid):
-                    world.answers[delta.rid, delta.index].finish_reason = delta.finish_reason
-                world.engine.check()
-            world.step()
-        world.runner.before = lambda batch: None
-        world.run()
-        world.assert_idle()
+        requests = random_life(world, rng, 60, label=f"{life}-")
         assert_answers(world, requests, faults)
         world.engine.flush_cache()
         assert world.engine.snapshot().free_tokens == world.engine.snapshot().total_tokens

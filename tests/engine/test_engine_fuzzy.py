@@ -19,6 +19,7 @@ from support.enginekit import (
     make_world,
     oracle_answer,
     prompt,
+    random_life,
     request,
 )
 from support.movedkit import DOCUMENT, SMALL, fuzzy_world, overlapping_request, wrapped
@@ -225,23 +226,7 @@ def test_random_lives_over_overlapping_text_answer_right(seed):
         copies(runs)
 
     world.runner.move = sometimes
-    requests = {}
-    for turn in range(200):
-        for _ in range(int(rng.integers(0, 3))):
-            new = overlapping_request(rng, f"{turn}-{len(requests)}")
-            try:
-                world.engine.add(new)
-                requests[new.rid] = new
-            except RequestError:
-                world.engine.check()
-        if requests and rng.random() < 0.1:
-            rid = str(rng.choice(list(requests)))
-            for delta in world.engine.abort(rid):
-                world.answers[delta.rid, delta.index].finish_reason = delta.finish_reason
-        world.step()
-    world.runner.before = lambda batch: None
-    world.run()
-    world.assert_idle()
+    requests = random_life(world, rng, 200, overlapping_request)
     assert_answers(world, requests, faults)
     assert world.engine.snapshot().hit_tokens["moved"] > 80
     world.engine.flush_cache()

@@ -10,7 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +29,7 @@ from kvweave.engine.components import EngineComponents
 from kvweave.engine.engine import Engine
 from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.types import Completion, GenerateRequest, OutputDelta, SamplingParams
-from kvweave.errors import ForwardInterruptedError
+from kvweave.errors import ForwardInterruptedError, RequestError
 from kvweave.kv.pool import PagePool
 from kvweave.plugins import BACKENDS
 from kvweave.prefix.contract import CacheOptions, PrefixCache
@@ -337,6 +337,41 @@ class Faults:
         self.row = self.row + 1 if self.rng.random() < self.rate else 0
         if 0 < self.row < 4:
             raise RuntimeError("injected")
+
+
+def random_life(
+    world: World,
+    rng: np.random.Generator,
+    turns: int,
+    make: Callable[[np.random.Generator, str], GenerateRequest] = random_request,
+    label: str = "",
+) -> dict[str, GenerateRequest]:
+    """Requests come, go and are refused for some turns; then the world runs until it is idle.
+
+    Returns the requests that were taken. One that wants more than fits goes on to where room ends.
+    """
+    requests: dict[str, GenerateRequest] = {}
+    limits = world.engine.limits
+    for turn in range(turns):
+        for _ in range(int(rng.integers(0, 3))):
+            new = make(rng, f"{label}{turn}-{len(requests)}")
+            endless = replace(new, sampling=replace(new.sampling, max_tokens=None))
+            if limits.longest(new) > limits.longest(endless):
+                new = endless
+            try:
+                world.engine.add(new)
+                requests[new.rid] = new
+            except RequestError:
+                world.engine.check()
+        if requests and rng.random() < 0.1:
+            for delta in world.engine.abort(str(rng.choice(list(requests)))):
+                world.answers[delta.rid, delta.index].finish_reason = delta.finish_reason
+            world.engine.check()
+        world.step()
+    world.runner.before = lambda batch: None
+    world.run()
+    world.assert_idle()
+    return requests
 
 
 def assert_answers(world: World, requests, faults: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -228,7 +229,7 @@ def _unquoted(raw: str) -> str:
     return text if isinstance(text, str) else raw
 
 
-class _ToolParser(AnswerParser):
+class _ToolParser(AnswerParser, ABC):
     """Finds where calls begin, and holds back text that may be such a beginning.
 
     White space around calls belongs to none.
@@ -324,21 +325,21 @@ class _ToolParser(AnswerParser):
 
     # What depends on the family:
 
+    @abstractmethod
     def _may_begin(self, text: str) -> bool:
         """Whether `text`, at the answer's start, may be a call without a mark."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _start(self, begin: str) -> None:
         """`_held` begins with `begin`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self, parts: list[AnswerPart]) -> bool:
         """Read on inside; whether more may be done."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end(self, parts: list[AnswerPart]) -> None:
         """Nothing follows; `_held` must get shorter."""
-        raise NotImplementedError
 
 
 def _overlap(text: str, begin: str) -> int:
