@@ -125,7 +125,7 @@ def small(tiny: Callable[[str], LoadedModel]) -> Callable[[str], list[Reference]
     return references
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
 def test_tiny_models_in_every_backend_page_size_and_chunk(tiny, small, name):
     loaded, expected = tiny(name), small(name)
     for backend in EXACT_BACKENDS:
@@ -230,9 +230,11 @@ def test_the_package_exports_what_scripts_need():
         _ = kvweave.nothing
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma4"])
 @pytest.mark.parametrize("backend", SHARING_BACKENDS)
-def test_prompt_logprobs_of_a_model_do_not_depend_on_the_cache(tiny, backend):
-    loaded = tiny("llama")
+def test_prompt_logprobs_are_the_models_own_cached_or_not(tiny, name, backend):
+    """To four decimals, as transformers computes them."""
+    loaded = tiny(name)
     engine = make_engine(loaded, backend, 16, 1024, chunked_prefill_size=32)
     tokens = tuple(range(5, 105))
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=2)
@@ -247,4 +249,4 @@ def test_prompt_logprobs_of_a_model_do_not_depend_on_the_cache(tiny, backend):
         assert scores[0].logprob is None
         for at, score in enumerate(scores[1:]):
             assert score.token_id == tokens[at + 1]
-            assert score.logprob == pytest.approx(float(expected[at, tokens[at + 1]]), abs=1e-4)
+            assert score.logprob == pytest.approx(float(expected[at, tokens[at + 1]]), abs=5e-5)

@@ -30,6 +30,8 @@ KINDS = (
     "neox",
     "gptj",
     "gemma3",
+    "gemma4",
+    "gpt_oss",
     "mistral",
     "smollm3",
     "linear",

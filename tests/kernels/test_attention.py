@@ -58,7 +58,8 @@ def test_random_batches(seed: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     kv = make_kv(batch, layout, kv_dtype, generator)
     shape = (batch.tokens, kv_heads * group, key_dim)
     query = torch.randn(shape, generator=generator).to(dtype)
-    call = LayerCall(0, key_dim**-0.5, window, rng.choice([None, None, 2.0]))
+    sinks = rng.choice([None, torch.randn(shape[1], generator=generator) * 4])
+    call = LayerCall(0, key_dim**-0.5, window, rng.choice([None, None, 2.0]), sinks)
     right = expected(batch, query, kv, call)
     # Queries are rounded to 16 bits for products with int8.
     tolerance = max(TOLERANCE[dtype], 1e-4 if kv_dtype == torch.int8 else 0)
@@ -136,6 +137,29 @@ def test_extreme_scores_stay_numbers() -> None:
         torch.testing.assert_close(
             got.double(), expected(batch, query, kv, call), atol=1e-3, rtol=1e-3
         )
+
+
+def test_a_sink_joins_the_softmax_once_however_the_context_is_cut() -> None:
+    """Also one so large that nothing else counts, or so small that it does not."""
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([[3], list(range(90)), [1500], [5000, 5001]], 16, generator)
+    kv = make_kv(batch, LayerLayout(2, 64, 64), torch.float32, generator)
+    query = torch.randn(batch.tokens, 6, 64, generator=generator)
+    sinks = torch.tensor([-1e4, -3.0, 0.0, 2.5, 8.0, 1e4])
+    call = LayerCall(0, 0.125, sinks=sinks)
+    right = expected(batch, query, kv, call)
+    without = expected(batch, query, kv, LayerCall(0, 0.125))
+    assert (right - without).abs().amax((0, 2)).argsort().tolist() == list(range(6))
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            for backend in implementations():
+                backend.begin(batch)
+                got = backend.attend(query, kv, call).double()
+                torch.testing.assert_close(got, right, atol=5e-6, rtol=5e-6)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_what_is_not_a_number_is_not_hidden() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from typing import Any
@@ -57,9 +58,12 @@ class PagedAttention:
             options,
         )
 
-    def run(self, query: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(
+        self, query: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor], return_lse: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         query_start, page_start, pages, last_page = self.rows
         out = torch.full_like(query, torch.nan)
+        lse = torch.full(query.shape[:2], torch.nan)
         for row in range(len(last_page)):
             first, last = int(query_start[row]), int(query_start[row + 1])
             used = pages[int(page_start[row]) : int(page_start[row + 1])].long()
@@ -78,9 +82,11 @@ class PagedAttention:
             seen = torch.arange(length) <= at
             if self.options["window_left"] >= 0:
                 seen &= torch.arange(length) >= at - self.options["window_left"]
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            weights = scores.softmax(-1)
+            lse[first:last] = (scores.logsumexp(-1) / math.log(2)).transpose(0, 1)
             out[first:last] = (weights @ v.float()).transpose(0, 1).to(out.dtype)
-        return out
+        return (out, lse) if return_lse else out
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +111,9 @@ def test_gaps_windows_and_what_flashinfer_lacks(
     query = torch.randn(batch.tokens, 6, dims[0], generator=generator).to(dtype)
     backend = FlashInferAttention("cpu")
     backend.begin(batch)
-    for softcap in (None, 3.0):
-        call = LayerCall(0, 0.125, window, softcap)
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 2.0, 4.0, 9.0])
+    for softcap, sink in ((None, None), (3.0, None), (None, sinks)):
+        call = LayerCall(0, 0.125, window, softcap, sink)
         right = expected(batch, query, kv, call)
         for _ in range(2):
             got = backend.attend(query, kv, call)

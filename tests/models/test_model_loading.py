@@ -21,7 +21,6 @@ from support.tinymodels import CONTEXT, REFUSED, TINY, VOCABULARY, random_model,
 
 REASONS = {
     "dynamic": "change with the longest prompt",
-    "sinks": "sinks",
     "own_attention": "do not go through transformers' attention interface",
     "state_space": "do not go through transformers' attention interface",
     "hybrid": "2 of its 3 layers do not go through",

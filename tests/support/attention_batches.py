@@ -74,7 +74,10 @@ def expected(
                 scores = keys[seen, head // group] @ query[token, head].double() * call.scale
                 if call.softcap is not None:
                     scores = call.softcap * torch.tanh(scores / call.softcap)
-                out[token, head] = scores.softmax(0) @ values[seen, head // group]
+                if call.sinks is not None:
+                    scores = torch.cat([scores, call.sinks[head : head + 1].double()])
+                weights = scores.softmax(0)[: len(seen)]
+                out[token, head] = weights @ values[seen, head // group]
     return out
 
 

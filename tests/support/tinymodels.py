@@ -90,6 +90,26 @@ TINY: dict[str, Callable[[], PreTrainedConfig]] = {
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "gemma4": _build(
+        "Gemma4TextConfig",
+        **_COMMON,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+    ),
+    "gpt_oss": _build(
+        "GptOssConfig",
+        **_COMMON,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64),
+    ),
     "smollm3": _build("SmolLM3Config", **_COMMON, no_rope_layers=[1, 0, 1]),
     "yarn": _build(
         "LlamaConfig",
@@ -128,9 +148,6 @@ TINY: dict[str, Callable[[], PreTrainedConfig]] = {
 
 REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "dynamic": _build("LlamaConfig", **_COMMON, rope_parameters=_rope("dynamic", factor=4.0)),
-    "sinks": _build(
-        "GptOssConfig", **_COMMON, head_dim=16, num_local_experts=4, num_experts_per_tok=2
-    ),
     "own_attention": _build(
         "BloomConfig", vocab_size=VOCABULARY, hidden_size=64, n_layer=3, n_head=4
     ),
@@ -175,6 +192,8 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> transformers.PreTra
                 weight.normal_(0.0, 0.15)
             elif name.endswith("bias"):
                 weight.normal_(0.0, 0.05)
+            elif name.endswith("sinks"):
+                weight.normal_(0.0, 1.0)
     return model.eval()
 
 

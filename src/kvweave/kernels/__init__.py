@@ -36,6 +36,7 @@ class AttentionCall(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("key_scales", ctypes.c_void_p),
         ("value_scales", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),

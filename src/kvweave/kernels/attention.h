@@ -22,6 +22,7 @@ typedef struct {
     const void *values;        /* (slots, kv_heads, value_dim) */
     const float *key_scales;   /* (slots, kv_heads, KEY_GROUPS(key_dim)), of INT8 */
     const float *value_scales; /* (slots, kv_heads) */
+    const float *sinks;        /* (heads), or NULL: scores without a value, in the softmax's sum */
     void *out;                 /* (tokens, heads, value_dim) */
     int64_t heads;
     int64_t kv_heads;

@@ -224,14 +224,22 @@ INLINE void merge(float *sums, float *weights, float *maximum, const float *othe
     *maximum = top[0];
 }
 
-/* The result of pair `row` of the item's KV head `head`, to its place in the output. */
+/* The result of pair `row` of the item's KV head `head`, to its place in the output. All parts are
+ * merged by now, so a sink is counted once. */
 INLINE void finish(const attention_call *call, const attention_item *item, int64_t head,
-                   int64_t row, const float *sums, float weights) {
+                   int64_t row, const float *sums, float weights, float maximum) {
     int64_t group = call->heads / call->kv_heads, dim = call->value_dim;
-    int64_t at = (item->token + row / group) * call->heads;
-    at = (at + (item->head + head) * group + row % group) * dim;
+    int64_t query_head = (item->head + head) * group + row % group;
+    int64_t at = ((item->token + row / group) * call->heads + query_head) * dim;
+    float share = 1;
+    if (call->sinks) {
+        vf ours = splat(maximum), sink = splat(call->sinks[query_head] * LOG2_E);
+        vf top = larger(ours, sink);
+        share = exp2_of(ours - top)[0];
+        weights = weights * share + exp2_of(sink - top)[0];
+    }
     for (int64_t d = 0; d < dim; d++)
-        store_one(call->query_type, call->out, at + d, sums[d] / weights);
+        store_one(call->query_type, call->out, at + d, sums[d] * share / weights);
 }
 
 /* Queries in the order of tiles: by KV head, token, head in its group; and each pair's position. */
@@ -290,7 +298,8 @@ TARGET static void attend_item(const attention_call *call, const attention_item 
     }
     if (item->partial < 0)
         for (int64_t r = 0; r < all; r++)
-            finish(call, item, r / rows, r % rows, at.whole.sums + r * wide, at.whole.weights[r]);
+            finish(call, item, r / rows, r % rows, at.whole.sums + r * wide, at.whole.weights[r],
+                   at.whole.maximum[r]);
 }
 
 /* Merge the parts that several items left for what is, but for its splits, one item. */
@@ -305,7 +314,7 @@ TARGET static void merge_item(const attention_call *call, const attention_item *
             const float *part = whole + (split - item->split) * all * stride;
             merge(whole, whole + wide, whole + wide + 1, part, part[wide], part[wide + 1], wide);
         }
-        finish(call, item, r / rows, r % rows, whole, whole[wide]);
+        finish(call, item, r / rows, r % rows, whole, whole[wide], whole[wide + 1]);
     }
 }
 

@@ -177,6 +177,7 @@ class _DensePacked:
         mask: None,
         scaling: float | None = None,
         softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -194,5 +195,9 @@ class _DensePacked:
             if window is not None:
                 hidden |= torch.ones_like(hidden).tril(-window)
             scores = scores.float().masked_fill(hidden, -torch.inf)
-            outputs.append(functional.softmax(scores, dim=-1).to(v.dtype) @ v)
+            if s_aux is not None:
+                sinks = s_aux.float().view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+            weights = functional.softmax(scores, dim=-1)[..., : v.shape[1]]
+            outputs.append(weights.to(v.dtype) @ v)
         return torch.cat(outputs, dim=1).transpose(0, 1)[None], None

@@ -145,15 +145,9 @@ class _LayerRecorder:
         value: torch.Tensor,
         mask: torch.Tensor | None,
         sliding_window: int | None = None,
-        s_aux: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         layer = getattr(module, "layer_idx", None)
-        if s_aux is not None:
-            raise UnsupportedModelError(
-                "its attention has sinks (a learned extra term in the softmax), which kvweave does "
-                "not compute"
-            )
         if layer is None or layer in self.seen:
             raise UnsupportedModelError(
                 "it calls attention more than once per layer (cross attention, or an encoder): "

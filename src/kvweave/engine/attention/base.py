@@ -47,6 +47,24 @@ class LayerCall:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    """float32 (heads), contiguous: a score per head that joins the softmax without a value."""
+
+    def weights(
+        self, scores: torch.Tensor, hidden: torch.Tensor | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Softmax over the last dimension of scaled scores, float32, in plain torch.
+
+        hidden: bool, scores that do not count. sinks: the layer's, of a shape that broadcasts.
+        """
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is None:
+            return scores.softmax(-1)
+        total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)
+        return (scores - total).exp()
 
 
 class AttentionBackend(Protocol):

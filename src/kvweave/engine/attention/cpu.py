@@ -68,6 +68,7 @@ class CpuAttention:
         if kv.key_scales:
             native.key_scales = kv.key_scales[call.layer].data_ptr()
             native.value_scales = kv.value_scales[call.layer].data_ptr()
+        native.sinks = None if call.sinks is None else call.sinks.data_ptr()
         native.out = out.data_ptr()
         native.heads = query.shape[1]
         native.kv_heads = keys.shape[1]

@@ -8,6 +8,7 @@ context of p + 1 tokens.
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -69,8 +70,14 @@ class FlashInferAttention:
         if kind not in self._planned:
             self._plan(kind)
         pages = (-1, kv.page_size, *keys.shape[1:])
-        out: torch.Tensor = self._wrappers[kind].run(query, (keys.view(pages), values.view(pages)))
-        return out
+        pool = (keys.view(pages), values.view(pages))
+        if call.sinks is None:
+            out: torch.Tensor = self._wrappers[kind].run(query, pool)
+            return out
+        # A sink only makes the softmax's sum larger; `lse` is the binary logarithm of that sum.
+        out, lse = self._wrappers[kind].run(query, pool, return_lse=True)
+        share = torch.sigmoid(lse * math.log(2) - call.sinks)
+        return (out * share[..., None]).to(query.dtype)
 
     def _plan(self, kind: _Kind) -> None:
         if kind not in self._wrappers:

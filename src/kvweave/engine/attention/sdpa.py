@@ -132,7 +132,8 @@ class GatheredAttention:
         if block.last - block.first > 1:
             at = self._batch.positions[block.first : block.last, None]
             mask = _visible(at, torch.arange(low, block.highest + 1, device=at.device), call.window)
-        done = _attention(q, k, v, mask, call)
+        sinks = None if call.sinks is None else call.sinks.view(heads, -1, 1, 1)
+        done = _attention(q, k, v, mask, call, sinks)
         out[block.first : block.last] = done.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _attend_singles(
@@ -154,7 +155,8 @@ class GatheredAttention:
         mask = ((span >= 0) & (span <= at))[:, None, None]
         k = kv.read_keys(call.layer, slots, query.dtype).transpose(1, 2)
         v = kv.read_values(call.layer, slots, query.dtype).transpose(1, 2)
-        out[some.tokens] = _attention(q, k, v, mask, call).flatten(1, 2)
+        sinks = None if call.sinks is None else call.sinks.view(kv_heads, -1, 1)
+        out[some.tokens] = _attention(q, k, v, mask, call, sinks).flatten(1, 2)
 
 
 def _slots_of(pages: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -171,13 +173,16 @@ def _visible(at: torch.Tensor, span: torch.Tensor, window: int | None) -> torch.
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, call: LayerCall
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    call: LayerCall,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(scores) v, (..., tokens, value_dim); scores soft-capped where the layer does that."""
-    if call.softcap is None:
+    """softmax(scores) v, (..., tokens, value_dim); with the layer's soft cap and sinks, if any."""
+    if call.softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * call.scale
-    scores = torch.tanh(scores / call.softcap) * call.softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return torch.matmul(scores.softmax(-1).to(v.dtype), v)
+    weights = call.weights(scores, None if mask is None else ~mask, sinks)
+    return torch.matmul(weights.to(v.dtype), v)

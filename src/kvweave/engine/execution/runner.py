@@ -119,6 +119,7 @@ class ModelRunner:
         mask: None,
         scaling: float | None = None,
         softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """The attention function of every layer, as transformers calls it (see models.hooks)."""
@@ -127,7 +128,7 @@ class ModelRunner:
         fresh = (key[0].transpose(0, 1), value[0].transpose(0, 1))
         # Models compute rotated queries in the memory order (tokens, heads, dim): no copy here.
         queries = query[0].transpose(0, 1).contiguous()
-        return self.attend(layer, queries, fresh, scale, softcap)[None], None
+        return self.attend(layer, queries, fresh, scale, softcap, s_aux)[None], None
 
     def attend(
         self,
@@ -136,12 +137,15 @@ class ModelRunner:
         fresh: tuple[torch.Tensor, torch.Tensor] | None,
         scale: float,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See models.decoder.DecoderAttention."""
         call = self._calls.get(layer)
         if call is None:
-            # A layer's scale and softcap are the model's constants: noted once.
-            call = LayerCall(layer, scale, self.kv.layouts[layer].window, softcap)
+            # A layer's scale, softcap and sinks are the model's constants: noted once.
+            if sinks is not None:
+                sinks = sinks.detach().float().contiguous()
+            call = LayerCall(layer, scale, self.kv.layouts[layer].window, softcap, sinks)
             self._calls[layer] = call
         if fresh is not None:
             slots = self._attention.slots

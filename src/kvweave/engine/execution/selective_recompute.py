@@ -158,13 +158,11 @@ class _Seen:
         group = heads // len(key)
         q = q.view(count, len(key), group, dim).permute(1, 2, 0, 3).reshape(len(key), -1, dim)
         scores = (torch.bmm(q, key).float() * call.scale).view(heads, count, -1)
-        if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
         hidden = self.behind < 0
         if call.window is not None:
             hidden |= self.behind >= call.window
-        scores.masked_fill_(hidden, -torch.inf)
-        self.mass += scores.softmax(-1).mean((0, 1))
+        sinks = None if call.sinks is None else call.sinks.view(heads, 1, 1)
+        self.mass += call.weights(scores, hidden, sinks).mean((0, 1))
 
 
 class RecomputeSelector:
