@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 
 from kvweave import kernels
 from kvweave.engine.attention import AttentionBackend, LayerCall, get_backend
+from kvweave.engine.attention.base import AttentionBatch
 from kvweave.engine.attention.cpu import CpuAttention
 from kvweave.engine.attention.sdpa import GatheredAttention
 from kvweave.errors import ConfigError
@@ -94,35 +96,61 @@ def test_a_result_depends_neither_on_other_rows_nor_on_threads() -> None:
     assert torch.equal(backend.attend(query[:1], kv, call), together[:1])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("tokens", [2, 3, 5, 13])
-def test_the_tokens_of_a_draft_get_what_each_would_get_alone(tokens: int, threads: int) -> None:
+SHAPES = (
+    # KV heads, group, key dim, value dim: few and many queries per KV head, keys and values that
+    # are read where they lie and such as are always packed.
+    (3, 3, 64, 64),
+    (2, 7, 64, 64),
+    (1, 1, 128, 128),
+    (2, 2, 80, 80),
+    (1, 3, 24, 40),
+    (1, 2, 96, 32),
+)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_TYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_result_does_not_depend_on_how_a_prompt_is_cut(
+    shape: tuple[int, int, int, int], kv_dtype: torch.dtype
+) -> None:
     """To the last bit: rounding to 8 bits afterwards makes large differences of the least."""
-    generator = torch.Generator().manual_seed(tokens)
-    positions = list(range(700, 700 + tokens))
-    together = make_batch([positions], 16, generator)
-    kv = make_kv(together, LayerLayout(3, 64, 64), torch.float32, generator)
-    query = torch.randn(tokens, 9, 64, generator=generator)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    rng, generator = random.Random(str(shape)), torch.Generator().manual_seed(0)
+    kv_heads, group, key_dim, value_dim = shape
+    window, softcap = rng.choice([(None, None), (70, None), (300, None), (None, 2.0)])
+    first, count = 490, 60
+    whole = make_batch([list(range(first, first + count))], 16, generator)
+    layout = LayerLayout(kv_heads, key_dim, value_dim, window=window)
+    kv = make_kv(whole, layout, kv_dtype, generator)
+    query = torch.randn(count, kv_heads * group, key_dim, generator=generator)
+    call = LayerCall(0, key_dim**-0.5, window, softcap)
+    library, before = kernels.load(), torch.get_num_threads()
+    assert library is not None
     try:
-        backend = CpuAttention()
-        backend.begin(together)
-        found = backend.attend(query, kv, LayerCall(0, 0.125)).clone()
-        for at, position in enumerate(positions):
-            alone = replace(
-                together,
-                positions=torch.tensor([position]),
-                slots=torch.zeros(1, dtype=torch.int64),
-                query_start=torch.tensor([0, 1], dtype=torch.int32),
-                tokens=1,
-                longest=position + 1,
-            )
-            backend.begin(alone)
-            one = backend.attend(query[at : at + 1], kv, LayerCall(0, 0.125))
-            assert torch.equal(one[0], found[at])
+        for level in range(library.level + 1):
+            backend = CpuAttention(level=level)
+            backend.begin(whole)
+            found = backend.attend(query, kv, call).clone()
+            for cuts in (rng.sample(range(1, count), 5), range(1, count)):
+                torch.set_num_threads(rng.choice([1, 2]))
+                edges = [0, *sorted(cuts), count]
+                for low, high in itertools.pairwise(edges):
+                    backend.begin(_part(whole, low, high))
+                    part = backend.attend(query[low:high], kv, call)
+                    assert torch.equal(part, found[low:high]), (level, low, high)
     finally:
         torch.set_num_threads(before)
+
+
+def _part(batch: AttentionBatch, low: int, high: int) -> AttentionBatch:
+    """Tokens [low, high) of a batch of one row, as a chunk of their own."""
+    return replace(
+        batch,
+        positions=batch.positions[low:high].clone(),
+        slots=batch.slots[low:high],
+        query_start=torch.tensor([0, high - low], dtype=torch.int32),
+        tokens=high - low,
+        longest=int(batch.positions[high - 1]) + 1,
+    )
 
 
 def test_extreme_scores_stay_numbers() -> None:

@@ -5,16 +5,10 @@
  */
 #include "attention_tile.h"
 
-/* Up to this many queries per KV head, reading keys where they lie beats packing them. The two ways
- * add in other orders. So a few tokens are computed as each of them alone: an answer must not depend
- * on whether a draft was verified (13: a token and the 12 of a draft). */
-#define DIRECT_ROWS 6
-#define DIRECT_TOKENS 13
-
 /* One thread's scratch, cut to size for a call. */
 typedef struct {
     float *queries;     /* (pairs, key_dim), scaled */
-    int16_t *shorts;    /* the same as integers, for INT8 keys that are read where they lie */
+    int16_t *shorts;    /* the same as integers, for INT8 keys */
     float *short_scales; /* (pairs) */
     int64_t *positions; /* (pairs of one KV head) */
     softmax_part whole, part;
@@ -129,14 +123,36 @@ TARGET static void gather_scales(const attention_call *call, int64_t head, const
     }
 }
 
+/* INT8 keys of a block for `multiply_integers`: (dim / 4, even and odd bytes, BLOCK). */
+TARGET static void pack_integers(const attention_call *call, const block_view *view) {
+    int32_t *to = (int32_t *)view->packed_keys;
+    for (int64_t j = 0; j < BLOCK; j += VL)
+        for (int64_t d = 0; d < call->key_dim; d += 4 * VL) {
+            vf square[VL];
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++)
+                square[i] = load((const float *)(view->keys + view->place->keys[j + i] + d));
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++) {
+                int64_t at = (d / 2 + 2 * i) * BLOCK + j;
+                store((float *)(to + at), (vf)even_bytes((vi)square[i]));
+                store((float *)(to + at + BLOCK), (vf)odd_bytes((vi)square[i]));
+            }
+        }
+}
+
 /* Pack a KV head's part of a block. */
-TARGET static void pack_block(const attention_call *call, const block_view *view) {
+TARGET static void pack_block(const attention_call *call, int how, const block_view *view) {
     int64_t wide = PADDED(call->value_dim);
     const block_place *place = view->place;
-    pack_keys(call, view);
+    if (how == PACKED_INTEGERS)
+        pack_integers(call, view);
+    else
+        pack_keys(call, view);
     for (int64_t i = place->low; i < place->high; i++)
-        widen(call->type, view->values + place->values[i], call->value_dim,
-              call->type == INT8 ? view->value_scales[i] : 1, view->packed_values + i * wide);
+        widen(call->type, view->values + place->values[i], call->value_dim, 1,
+              view->packed_values + i * wide);
 }
 
 /* Have positions [from, to) of the next block fetched. */
@@ -157,7 +173,8 @@ TARGET static void attend_block(const attention_call *call, workplace *at, const
                                 int64_t block) {
     block_view *view = &at->view;
     int64_t dim = call->key_dim;
-    if (at->how == PACKED) pack_block(call, view);
+    int packed = at->how < DIRECT_FLOAT32;
+    if (packed) pack_block(call, at->how, view);
     /* As even as ROWS allows: a tile of few rows leaves registers unused. */
     int64_t tiles = (rows + ROWS - 1) / ROWS, row = 0;
     for (int64_t t = 0; t < tiles; t++) {
@@ -165,19 +182,20 @@ TARGET static void attend_block(const attention_call *call, workplace *at, const
         const int64_t *positions = at->positions + row;
         const float *q = queries + row * dim, *scales = at->short_scales + base + row;
         const int16_t *shorts = at->shorts + (base + row) * dim;
-        if (at->how == PACKED && view->next)
+        if (packed && view->next)
             prefetch_next(call, view, t * BLOCK / tiles, (t + 1) * BLOCK / tiles);
         if (positions[height - 1] >= block + view->place->low &&
             lowest_seen(call, positions[0]) < block + view->place->high) {
-            switch (height * 4 + at->how) {
+            switch (height * 5 + at->how) {
 #define TILE(n, how)                                                                               \
-    case n * 4 + how:                                                                              \
-        attend_tile(n, how, call, view, q, shorts, scales, part, base + row, positions, block);                    \
+    case n * 5 + how:                                                                              \
+        attend_tile(n, how, call, view, q, shorts, scales, part, base + row, positions, block);    \
         break;
 #define TILES(how) TILE(1, how) TILE(2, how) TILE(3, how) TILE(4, how) TILE(5, how) TILE(6, how)
-                TILES(PACKED) TILES(DIRECT_FLOAT32) TILES(DIRECT_BFLOAT16) TILES(DIRECT_INT8)
+                TILES(PACKED) TILES(PACKED_INTEGERS)
+                TILES(DIRECT_FLOAT32) TILES(DIRECT_BFLOAT16) TILES(DIRECT_INT8)
             }
-            if (at->how != PACKED) view->next = NULL; /* fetched by now */
+            if (!packed) view->next = NULL; /* fetched by now */
         }
         row += height;
     }
@@ -213,8 +231,9 @@ TARGET static void attend_split(const attention_call *call, const attention_item
     }
 }
 
-/* Merge the second softmax, over later keys, into the first. */
-INLINE void merge(float *sums, float *weights, float *maximum, const float *other_sums,
+/* Merge the second softmax, over later keys, into the first. Compiled once: of two products, the
+ * compiler chooses which one it rounds before it adds them. */
+TARGET __attribute__((noinline)) static void merge(float *sums, float *weights, float *maximum, const float *other_sums,
                   float other_weights, float other_maximum, int64_t wide) {
     vf top = larger(splat(*maximum), splat(other_maximum));
     vf ours = exp2_of(splat(*maximum) - top), theirs = exp2_of(splat(other_maximum) - top);
@@ -267,16 +286,17 @@ TARGET static void attend_item(const attention_call *call, const attention_item 
     int64_t rows = (item->token_end - item->token) * (call->heads / call->kv_heads);
     int64_t all = rows * (item->head_end - item->head), stride = PARTIAL_FLOATS(call),
             wide = PADDED(call->value_dim);
-    at.how = PACKED;
-    int64_t lanes = call->type == INT8 ? 4 * VL : VL;
-    int64_t group = call->heads / call->kv_heads, tokens = item->token_end - item->token;
-    if (group <= DIRECT_ROWS && tokens <= DIRECT_TOKENS && call->key_dim % lanes == 0 &&
-        call->value_dim % VL == 0 && (call->type != INT8 || INTEGER_PRODUCTS))
+    int integers = INTEGER_PRODUCTS && call->type == INT8 && call->key_dim % (4 * VL) == 0;
+    at.how = integers ? PACKED_INTEGERS : PACKED;
+    /* More than one tile pays for packing. Both ways give the same bits: an answer must not depend
+     * on how its prompt was cut into chunks. */
+    if (rows <= ROWS && call->value_dim == wide && call->key_dim % VL == 0 &&
+        integers == (call->type == INT8))
         at.how = DIRECT_FLOAT32 + call->type;
     else if (call->value_dim < wide)
         memset(at.view.packed_values, 0, sizeof(float) * BLOCK * wide);
     gather_queries(call, item, &at);
-    if (at.how == DIRECT_INT8)
+    if (integers)
         for (int64_t r = 0; r < all; r++)
             quantize_short(at.queries + r * call->key_dim, call->key_dim,
                            at.shorts + r * call->key_dim, at.short_scales + r);

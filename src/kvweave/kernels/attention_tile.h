@@ -6,15 +6,16 @@
  * Both products, scores = queries x keys and sums = weights x values, are the same loop over a tile
  * of ROWS x (PANEL * VL) results, over keys and values packed to float32, keys transposed so that
  * lanes run over keys. Where a KV head has too few queries to pay for packing, keys and values are
- * read where they lie ("direct") and lanes run over dimensions. All arithmetic is float32, but for
- * products of INT8 keys, which are those of integers: queries are rounded to 16 bits for them.
+ * read where they lie ("direct"), and keys transposed in registers. Both ways add in one order, so
+ * that a token's result depends neither on the other tokens nor on their number. All arithmetic is
+ * float32, but for products of INT8 keys, which are those of integers where there are instructions
+ * for them: queries are rounded to 16 bits.
  * Scores are kept in powers of two: log2(e) is folded into the queries' scale.
  */
 #include "attention.h"
 #include "simd.h"
 
 #define ROWS 6
-#define HALF (VL < 8 ? VL : 8)
 /* Vectors of four numbers that share a scale of INT8 keys. */
 #define QUARTER (VL < KEY_GROUP / 4 ? VL : KEY_GROUP / 4)
 #define LINE 64 /* bytes that memory is fetched by */
@@ -107,33 +108,51 @@ INLINE void multiply_all(int rows, int64_t columns, int type, int64_t depth, con
                  c_stride, fade);
 }
 
-/* Scores of `rows` queries with a block's keys where they lie. */
+/* Add to the scores of `rows` queries with VL keys from `j` of a block what dimensions from `d` on
+ * give: VL of them, or, where `two` BFLOAT16 numbers are moved as one float, 2 * VL. */
+INLINE void dot_square(int rows, int type, int two, int64_t dim, int64_t d, int64_t j,
+                       const float *queries, const block_view *view, vf *sum) {
+    const int64_t *places = view->place->keys, *next = view->next ? view->next->keys : NULL;
+    const vi upper = (vi)((vu){0} + 0xFFFF0000u);
+    int64_t byte = d * BYTES(type);
+    vf square[VL];
+#pragma GCC unroll 16
+    for (int i = 0; i < VL; i++) {
+        const char *key = view->keys + places[j + i];
+        square[i] = two ? load((const float *)(key + byte)) : load_stored(type, key, d);
+        if (next && byte % LINE == 0) prefetch(view->keys + next[j + i] + byte);
+    }
+    transpose(square);
+#pragma GCC unroll 16
+    for (int i = 0; i < VL; i++) {
+        const float *query = queries + d + i + two * i;
+        vf first = two ? (vf)((vi)square[i] << 16) : square[i];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) sum[r] += splat(query[r * dim]) * first;
+        if (two) {
+            vf second = (vf)((vi)square[i] & upper);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) sum[r] += splat(query[r * dim + 1]) * second;
+        }
+    }
+}
+
+/* Scores of `rows` queries with a block's keys where they lie. Keys are transposed in registers, so
+ * that a score adds its products in the order of dimensions, as it does with packed keys. */
 INLINE void dot_all(int rows, int type, int64_t dim, const float *queries,
                     const block_view *view) {
-    const int64_t *places = view->place->keys, *next = view->next ? view->next->keys : NULL;
-    int64_t size = BYTES(type);
-    for (int64_t j = view->place->low / VL * VL; j < view->place->high; j += VL)
-        for (int r = 0; r < rows; r++) {
-            vf sum[VL];
-#pragma GCC unroll 16
-            for (int i = 0; i < VL; i++) sum[i] = (vf){0};
-#pragma GCC unroll 2
-            for (int half = 0; half < VL; half += HALF) { /* as many addresses as registers hold */
-                const char *key[HALF];
+    for (int64_t j = view->place->low / VL * VL; j < view->place->high; j += VL) {
+        vf sum[ROWS];
+        int64_t d = 0;
 #pragma GCC unroll 8
-                for (int i = 0; i < HALF; i++) key[i] = view->keys + places[j + half + i];
-                for (int64_t d = 0; d < dim; d += VL) {
-                    vf query = load(queries + r * dim + d);
+        for (int r = 0; r < rows; r++) sum[r] = (vf){0};
+        if (type == BFLOAT16)
+            for (; d + 2 * VL <= dim; d += 2 * VL)
+                dot_square(rows, type, 1, dim, d, j, queries, view, sum);
+        for (; d < dim; d += VL) dot_square(rows, type, 0, dim, d, j, queries, view, sum);
 #pragma GCC unroll 8
-                    for (int i = 0; i < HALF; i++)
-                        sum[half + i] += query * load_stored(type, key[i], d);
-                    if (next && d * size % LINE == 0)
-                        for (int64_t i = j + half + r; i < j + half + HALF; i += rows)
-                            prefetch(view->keys + next[i] + d * size);
-                }
-            }
-            store(view->scores + r * BLOCK + j, totals(sum));
-        }
+        for (int r = 0; r < rows; r++) store(view->scores + r * BLOCK + j, sum[r]);
+    }
 }
 
 /* The same for INT8 keys and queries of 16-bit integers (see quantize_short), as products of
@@ -182,6 +201,49 @@ INLINE void dot_integers(int rows, int64_t dim, const int16_t *queries, const fl
     }
 }
 
+/* What `dot_integers` gives, over packed keys, for PANEL / 2 vectors of keys at a time. */
+INLINE void multiply_integers(int rows, int64_t dim, const int16_t *queries,
+                              const float *query_scales, const block_view *view) {
+    enum { WIDTH = PANEL / 2 };
+    for (int64_t j = 0; j < BLOCK; j += WIDTH * VL) {
+        vf sum[ROWS][WIDTH];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int p = 0; p < WIDTH; p++) sum[r][p] = (vf){0};
+        for (int64_t d = 0; d < dim; d += 4 * QUARTER) {
+            const int32_t *numbers = (const int32_t *)view->packed_keys + d / 2 * BLOCK + j;
+            const float *scales = view->key_scales + d / KEY_GROUP * BLOCK + j;
+            vi whole[ROWS][WIDTH];
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                for (int p = 0; p < WIDTH; p++) whole[r][p] = (vi){0};
+            for (int i = 0; i < 2 * QUARTER; i++, numbers += BLOCK) {
+                vi column[WIDTH];
+#pragma GCC unroll 2
+                for (int p = 0; p < WIDTH; p++) column[p] = (vi)load((const float *)numbers + p * VL);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                    for (int p = 0; p < WIDTH; p++)
+                        whole[r][p] =
+                            add_products(whole[r][p], column[p], queries + r * dim + d + 2 * i);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                for (int p = 0; p < WIDTH; p++)
+                    sum[r][p] += __builtin_convertvector(whole[r][p], vf) * load(scales + p * VL);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int p = 0; p < WIDTH; p++)
+                store(view->scores + r * BLOCK + j + p * VL, sum[r][p] * query_scales[r]);
+    }
+}
+
 /* Fold one block's scores of one (token, head) pair into its softmax: weights replace the scores.
  * Keys [from, to) of the block are visible. Returns what the older sums must be multiplied by. */
 INLINE float weigh(float *scores, int64_t from, int64_t to, float softcap, float *sum,
@@ -223,8 +285,9 @@ INLINE void scale_row(float *row, const float *scales) {
     for (int j = 0; j < BLOCK; j += VL) store(row + j, load(row + j) * load(scales + j));
 }
 
-/* How a tile reads its block: DIRECT_FLOAT32 + the type, or packed. */
-enum { PACKED, DIRECT_FLOAT32, DIRECT_BFLOAT16, DIRECT_INT8 };
+/* How a tile reads its block: packed, to floats or for products of integers; or where it lies,
+ * DIRECT_FLOAT32 + the type. */
+enum { PACKED, PACKED_INTEGERS, DIRECT_FLOAT32, DIRECT_BFLOAT16, DIRECT_INT8 };
 
 /* `rows` pairs, from `row` of the part on, attend to the block that begins at position `block`. */
 INLINE void attend_tile(int rows, int how, const attention_call *call, const block_view *view,
@@ -238,6 +301,8 @@ INLINE void attend_tile(int rows, int how, const attention_call *call, const blo
     if (how == PACKED)
         multiply_all(rows, BLOCK, 0, dim, queries, dim, (char *)view->packed_keys, BLOCK, NULL,
                      NULL, scores, BLOCK, NULL);
+    else if (how == PACKED_INTEGERS)
+        multiply_integers(rows, dim, shorts, short_scales, view);
     else if (how == DIRECT_INT8)
         dot_integers(rows, dim, shorts, short_scales, view);
     else
@@ -247,11 +312,11 @@ INLINE void attend_tile(int rows, int how, const attention_call *call, const blo
         int64_t from = larger_of(lowest_seen(call, positions[r]) - block, place->low);
         fade[r] = weigh(scores + r * BLOCK, from, to, call->softcap, part->weights + row + r,
                         part->maximum + row + r);
-        if (how == DIRECT_INT8) scale_row(scores + r * BLOCK, view->value_scales);
+        if (call->type == INT8) scale_row(scores + r * BLOCK, view->value_scales);
         first = smaller_of(first, from);
         last = larger_of(last, to);
     }
-    if (how == PACKED)
+    if (how < DIRECT_FLOAT32)
         multiply_all(rows, wide, 0, last - first, scores + first, BLOCK,
                      (char *)(view->packed_values + first * wide), wide, NULL, NULL, sums, wide,
                      fade);

@@ -50,14 +50,13 @@ typedef int8_t vb_memory __attribute__((vector_size(VL), aligned(1), may_alias))
 #endif
 
 #if defined(__clang__)
-#define WEAVE_LOW(a, b) __builtin_shufflevector(a, b, LOW_HALVES)
-#define WEAVE_HIGH(a, b) __builtin_shufflevector(a, b, HIGH_HALVES)
-#define SWAP_PAIRS(a) __builtin_shufflevector(a, a, PARTNERS)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define WEAVE_LOW(a, b) __builtin_shuffle(a, b, (vi){LOW_HALVES})
-#define WEAVE_HIGH(a, b) __builtin_shuffle(a, b, (vi){HIGH_HALVES})
-#define SWAP_PAIRS(a) __builtin_shuffle(a, (vi){PARTNERS})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
+#define WEAVE_LOW(a, b) SHUFFLE(a, b, LOW_HALVES)
+#define WEAVE_HIGH(a, b) SHUFFLE(a, b, HIGH_HALVES)
+#define SWAP_PAIRS(a) SHUFFLE(a, a, PARTNERS)
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf load(const float *p) { return *(const vf_memory *)p; }
@@ -217,20 +216,22 @@ INLINE void quantize_groups(int type, const char *from, int64_t count, int64_t g
                  scales);
 }
 
-/* `count` floats, a multiple of 4, as 16-bit integers, and their scale. Of each four the order is
+/* `count` floats, a multiple of VL, as 16-bit integers, and their scale. Of each four the order is
  * 0, 2, 1, 3, for `add_products`. */
 INLINE void quantize_short(const float *from, int64_t count, int16_t *to, float *scale) {
-    float most = 0, odd = 0;
-    for (int64_t i = 0; i < count; i++) {
-        float x = from[i] < 0 ? -from[i] : from[i];
-        odd += x * 0.0f;
-        most = x > most ? x : most;
+    const vi sign = (vi)splat(-0.0f);
+    vf top = {0}, unordered = {0};
+    for (int64_t i = 0; i < count; i += VL) {
+        vf x = load(from + i);
+        top = larger(top, (vf)((vi)x & ~sign));
+        unordered += x * 0.0f;
     }
-    most += odd;
+    float most = largest(top)[0] + total(unordered)[0];
     float factor = most > 1e-35f ? 32767 / most : 0;
     *scale = most / 32767;
     for (int64_t i = 0; i < count; i += VL) {
-        vi whole = nearest(factor * load(from + i));
+        int32_t whole[VL];
+        store((float *)whole, (vf)nearest(factor * load(from + i)));
         for (int j = 0; j < VL; j++)
             to[i + j / 4 * 4 + (j % 4 == 1 ? 2 : j % 4 == 2 ? 1 : j % 4)] = (int16_t)whole[j];
     }
@@ -262,29 +263,60 @@ INLINE vi add_products(vi sum, vi numbers, const int16_t *pair) {
 INLINE vi add_products(vi sum, vi numbers, const int16_t *pair) { return sum; }
 #endif
 
+/* Shuffles that are one instruction each: within lanes of 128 bits, and of whole lanes. */
+#if VL == 16
+#define UNPACK_LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define UNPACK_HIGH 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define PAIRS_LOW 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define PAIRS_HIGH 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define LANES_EVEN 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define LANES_ODD 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+#elif VL == 8
+#define UNPACK_LOW 0, 8, 1, 9, 4, 12, 5, 13
+#define UNPACK_HIGH 2, 10, 3, 11, 6, 14, 7, 15
+#define PAIRS_LOW 0, 1, 8, 9, 4, 5, 12, 13
+#define PAIRS_HIGH 2, 3, 10, 11, 6, 7, 14, 15
+#define LANES_EVEN 0, 1, 2, 3, 8, 9, 10, 11
+#define LANES_ODD 4, 5, 6, 7, 12, 13, 14, 15
+#else
+#define UNPACK_LOW 0, 4, 1, 5
+#define UNPACK_HIGH 2, 6, 3, 7
+#define PAIRS_LOW 0, 1, 4, 5
+#define PAIRS_HIGH 2, 3, 6, 7
+#endif
+
 /* In place: VL vectors of VL elements as a matrix, transposed. */
 INLINE void transpose(vf *rows) {
+    vf four[VL];
 #pragma GCC unroll 4
-    for (int stage = 0; stage < LOG_VL; stage++) {
-        vf woven[VL];
-#pragma GCC unroll 8
-        for (int i = 0; i < VL / 2; i++) {
-            woven[2 * i] = WEAVE_LOW(rows[i], rows[i + VL / 2]);
-            woven[2 * i + 1] = WEAVE_HIGH(rows[i], rows[i + VL / 2]);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < VL; i++) rows[i] = woven[i];
+    for (int i = 0; i < VL; i += 4) { /* within lanes */
+        vf a = SHUFFLE(rows[i], rows[i + 1], UNPACK_LOW);
+        vf b = SHUFFLE(rows[i], rows[i + 1], UNPACK_HIGH);
+        vf c = SHUFFLE(rows[i + 2], rows[i + 3], UNPACK_LOW);
+        vf d = SHUFFLE(rows[i + 2], rows[i + 3], UNPACK_HIGH);
+        four[i] = SHUFFLE(a, c, PAIRS_LOW);
+        four[i + 1] = SHUFFLE(a, c, PAIRS_HIGH);
+        four[i + 2] = SHUFFLE(b, d, PAIRS_LOW);
+        four[i + 3] = SHUFFLE(b, d, PAIRS_HIGH);
     }
-}
-
-/* The total of each of VL vectors, in their order. */
-INLINE vf totals(vf *rows) {
 #pragma GCC unroll 4
-    for (int count = VL / 2; count; count /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < count; i++)
-            rows[i] = WEAVE_LOW(rows[i], rows[i + count]) + WEAVE_HIGH(rows[i], rows[i + count]);
-    return rows[0];
+    for (int i = 0; i < 4; i++) { /* the lanes */
+#if VL == 16
+        vf a = SHUFFLE(four[i], four[i + 4], LANES_EVEN);
+        vf b = SHUFFLE(four[i], four[i + 4], LANES_ODD);
+        vf c = SHUFFLE(four[i + 8], four[i + 12], LANES_EVEN);
+        vf d = SHUFFLE(four[i + 8], four[i + 12], LANES_ODD);
+        rows[i] = SHUFFLE(a, c, LANES_EVEN);
+        rows[i + 4] = SHUFFLE(b, d, LANES_EVEN);
+        rows[i + 8] = SHUFFLE(a, c, LANES_ODD);
+        rows[i + 12] = SHUFFLE(b, d, LANES_ODD);
+#elif VL == 8
+        rows[i] = SHUFFLE(four[i], four[i + 4], LANES_EVEN);
+        rows[i + 4] = SHUFFLE(four[i], four[i + 4], LANES_ODD);
+#else
+        rows[i] = four[i];
+#endif
+    }
 }
 
 #endif
