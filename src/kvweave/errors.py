@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class KvweaveError(Exception):
@@ -56,6 +57,16 @@ class ForwardInterruptedError(KvweaveError):
 
 class IntegrityError(KvweaveError):
     """Pages, locks or counters do not add up: a bug in kvweave, never a user's."""
+
+
+def extra(name: str) -> str:
+    """The command that installs what an optional feature needs.
+
+    kvweave is on no package index. A checkout is installed again with the extra; what was
+    installed from a wheel is completed, since pip finds that kvweave itself is there.
+    """
+    checkout = (Path(__file__).parents[2] / "pyproject.toml").exists()
+    return f"pip install '{'.' if checkout else 'kvweave'}[{name}]'"
 
 
 def reason(error: BaseException) -> str:

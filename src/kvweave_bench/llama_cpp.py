@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvweave.errors import KvweaveError
+from kvweave.errors import KvweaveError, extra
 from kvweave.kv.pool import IntArray
 from kvweave_bench.measure import quiet_collector, seconds
 
@@ -21,7 +21,7 @@ _SEQUENCES = 8
 def check_installed() -> None:
     """Raise KvweaveError without the package."""
     if importlib.util.find_spec("llama_cpp") is None:
-        raise KvweaveError("llama.cpp is compared with: pip install 'kvweave[peers]' first")
+        raise KvweaveError(f"llama.cpp is compared with: {extra('peers')} first")
 
 
 class LlamaCpp:

@@ -82,7 +82,7 @@ def test_peers_are_compared_with_only_where_they_are(monkeypatch: pytest.MonkeyP
     with pytest.raises(KvweaveError, match="not 'speed'"):
         run_bench("peers", BenchOptions(quick=True, cells="memory,speed"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(KvweaveError, match=r"pip install 'kvweave\[peers\]'"):
+    with pytest.raises(KvweaveError, match=r"pip install '\.\[peers\]'"):
         run_bench("peers", BenchOptions(quick=True))
 
 

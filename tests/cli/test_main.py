@@ -10,7 +10,13 @@ import pytest
 import kvweave
 from kvweave.cli.main import main
 from kvweave.config.model import _lacks_cuda
-from kvweave.errors import UnsupportedModelError
+from kvweave.errors import UnsupportedModelError, extra
+
+
+def test_an_extra_is_named_as_it_can_be_installed(monkeypatch, tmp_path):
+    assert extra("ray") == "pip install '.[ray]'"
+    monkeypatch.setattr("kvweave.errors.__file__", str(tmp_path / "lib/kvweave/errors.py"))
+    assert extra("ray") == "pip install 'kvweave[ray]'"
 
 
 def run(*arguments):

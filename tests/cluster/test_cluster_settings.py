@@ -25,7 +25,7 @@ def test_without_ray_the_error_names_the_extra_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("kvweave.cluster.")]:
         monkeypatch.delitem(sys.modules, name)
     with (
-        pytest.raises(ConfigError, match=r"--replicas needs ray, which pip install 'kvweave\[ray"),
+        pytest.raises(ConfigError, match=r"--replicas needs ray, which pip install '\.\[ray"),
         _engines(EngineConfig(), ClusterConfig(replicas=2)),
     ):
         pass

@@ -165,6 +165,16 @@ def test_rotations_are_found_in_bfloat16_too(
     assert summary(narrow) == summary(tiny(name))
 
 
+def test_a_rotation_the_other_way_round_is_found() -> None:
+    positions = np.array([0.0, 1.0, 200.0, 201.0])
+    table = 10_000 ** (-np.arange(8) / 8)
+    key = np.random.default_rng(0).normal(size=(2, 16))
+    values = np.stack([rotated(key, int(p), Rotary(-table)) for p in positions])
+    found = find_rotation(Keys(values, positions, 2e-3), [table])
+    assert found is not None
+    np.testing.assert_array_equal(found.inv_freq, -table)
+
+
 def test_the_nearest_of_several_tables_is_taken() -> None:
     random = np.random.default_rng(0)
     positions = np.array([0.0, 1.0, 200.0, 201.0])

@@ -23,6 +23,9 @@ REASONS = {
     "dynamic": "change with the longest prompt",
     "own_attention": "do not go through transformers' attention interface",
     "state_space": "do not go through transformers' attention interface",
+    "stateful": "all or some of its layers do not go through",
+    "differential": "calls attention more than once per layer",
+    "indexed": "need more than attention to earlier tokens",
     "hybrid": "2 of its 3 layers do not go through",
     "chunked": "in its layer 0, tokens attend to something else",
     "shared_kv": "layer 2 reuses another layer's KV",
@@ -257,7 +260,7 @@ def test_a_model_that_stumbles_is_refused_in_words(
         raise AssertionError("never reached: kvweave passes more than that")
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
-    with pytest.raises(UnsupportedModelError, match="does not run the way that kvweave runs"):
+    with pytest.raises(UnsupportedModelError, match="its code takes no positions"):
         load_model(ModelConfig(model=str(tiny_folder("llama"))))
 
 

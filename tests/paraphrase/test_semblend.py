@@ -388,7 +388,7 @@ def test_it_has_to_be_there_in_a_version_that_is_known(monkeypatch: pytest.Monke
         raise PackageNotFoundError(name)
 
     for find, told in (
-        (absent, r"semblend is not installed: pip install 'kvweave\[semblend\]'"),
+        (absent, r"semblend is not installed: pip install '\.\[semblend\]'"),
         (lambda name: "0.3.19", "is for from 0.3.20 to below 0.4, not 0.3.19"),
         (lambda name: "0.4.0rc1", "is for from 0.3.20 to below 0.4, not 0.4.0rc1"),
     ):

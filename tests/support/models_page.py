@@ -1,8 +1,10 @@
 """Writes docs/models.md: every kind of decoder in transformers, tried with a tiny random model.
 
-`make models-page` runs it. Each kind gets a process of its own with a time limit. A kind that
-starts answers one prompt in a packed batch; its log probabilities are compared with those of
-transformers. Then a document is served behind another beginning, and its moved tokens are counted.
+`make models-page` runs it; `KINDS="llama gpt_oss" make models-page` tries some kinds again and
+keeps what was found of the others. Each kind gets a process of its own with a limit of processor
+time. A kind that starts answers one prompt in a packed batch; its log probabilities are compared
+with those of transformers. Then a document is served behind another beginning, and its moved tokens
+are counted.
 """
 
 from __future__ import annotations
@@ -10,15 +12,20 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import resource
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
-SECONDS = 150
+FOUND = Path(__file__).parents[2] / "build/models.json"
+"""Rows of earlier runs, so that one kind can be tried again without the others."""
+SECONDS = 60
+"""Of processor time, for each kind."""
 EQUAL = 5e-5
 """Log probabilities that differ by less are equal to four decimals."""
 
@@ -50,6 +57,8 @@ SIZES: dict[str, Any] = {
     "num_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "unpadded_vocab_size": 261,
     "top_k_experts": 2,
     "moe_k": 2,
     "n_group": 2,
@@ -65,15 +74,56 @@ SIZES: dict[str, Any] = {
     "rotary_dim": 8,
     "vocab_size_per_layer_input": 261,
     "hidden_size_per_layer_input": 8,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 32,
+    "encoder_hash_byte_group_vocab": 64,
     "bos_token_id": 256,
     "eos_token_id": 257,
     "pad_token_id": 258,
 }
 """What makes a configuration tiny; each kind takes the names that it has."""
 
+_INDEX = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 2, 2],
+            }
+        }
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "dory": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "dots3_note": {
+        "text_config": {"num_key_value_heads": 4},
+        "vision_config": {"adapter_in_dim": 64},
+        "audio_config": {"adapter_input_size": 64},
+    },
+    "xglm": {"pad_token_id": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba": {"layer_types": ["mamba", "hybrid", "hybrid"]},
+    "zamba2": {"layer_types": ["mamba", "hybrid", "hybrid"]},
+    "qwen4_exp": {"text_config": _INDEX},
+    "qwen4_exp_text": _INDEX,
+    "dots1": {"n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+}
+"""What some kinds need beside."""
+
 NOT_DECODERS = re.compile(
     "bert|bart|birnn|pegasus|blenderbot|roformer|electra|ernie$|data2vec|xmod|xlnet|xlm|whisper|"
-    "trocr|musicgen|mvp|plbart|prophetnet|marian|reformer|roberta|camembert|git$|cpmant|big_bird"
+    "trocr|musicgen|mvp|plbart|prophetnet|marian|reformer|roberta|camembert|git$|cpmant|big_bird|assistant"
 )
 """Encoders, and halves of encoder-decoders, that transformers also lists as language models."""
 
@@ -105,17 +155,21 @@ transformers built no tiny model of these kinds from the sizes used here: {kinds
 
 
 def main() -> None:
-    """Try every kind, and write the page; with arguments, only those kinds, to the terminal."""
+    """Try every kind, or those that are named, and write the page."""
     # Before the processes fork, so that each of them has it all at hand.
     import kvweave.engine.llm
     import kvweave.models.load  # noqa: F401
 
-    wanted = sys.argv[1:]
-    rows = [tried(kind) for kind in wanted or kinds_of_transformers()]
+    kinds, wanted = kinds_of_transformers(), sys.argv[1:]
+    rows: dict[str, dict[str, Any]] = {}
     if wanted:
-        print(json.dumps(rows, indent=1))
-    else:
-        PAGE.write_text("\n".join(page(rows)) + "\n", encoding="utf-8")
+        rows = json.loads(FOUND.read_text(encoding="utf-8"))
+    FOUND.parent.mkdir(exist_ok=True)
+    for kind in wanted or kinds:
+        rows[kind] = tried(kind)
+        FOUND.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    rows_in_order = [rows[kind] for kind in kinds if kind in rows]
+    PAGE.write_text("\n".join(page(rows_in_order)) + "\n", encoding="utf-8")
 
 
 def kinds_of_transformers() -> list[str]:
@@ -133,15 +187,12 @@ def tried(kind: str) -> dict[str, Any]:
     process = fork.Process(target=try_kind, args=(kind, sender))
     process.start()
     sender.close()
-    found: dict[str, Any] = {"untried": f"took longer than {SECONDS} seconds"}
     try:
-        if receiver.poll(SECONDS):
-            found = receiver.recv()
+        found: dict[str, Any] = receiver.recv()
     except EOFError:
-        found = {"error": "its process died"}
-    process.kill()
+        found = {"untried": f"took more than {SECONDS} seconds of processor time, or died"}
     process.join()
-    print(kind, found, file=sys.stderr, flush=True)
+    print(kind, {**found, "traceback": None}, file=sys.stderr, flush=True)
     return {"kind": kind, **found}
 
 
@@ -150,21 +201,29 @@ def try_kind(kind: str, answer: Connection) -> None:
     from kvweave.errors import ConfigError, UnsupportedModelError
     from support.tinymodels import save
 
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            folder = save(tiny_config(kind), Path(scratch) / kind)
+            config = tiny_config(kind)
+            folder = save(config, Path(scratch) / kind)
+            config.save_pretrained(folder)  # a part of a model saves a configuration of its own
         except Exception as error:  # a configuration of these sizes may make no sense to its code
-            answer.send({"untried": first_line(error)})
+            answer.send({"untried": first_line(error), "traceback": traceback.format_exc()})
             return
         try:
             try:
                 answer.send(measured(folder, "fuzzy_match"))
-            except ConfigError:  # its keys cannot move
+            except (
+                ConfigError,
+                UnsupportedModelError,
+            ):  # perhaps only because its keys cannot move
                 answer.send(measured(folder, "radix"))
         except (UnsupportedModelError, ConfigError) as error:
-            answer.send({"refused": str(error).removeprefix(f"{kind} cannot be served: ")})
+            refused = str(error).removeprefix(f"{kind} cannot be served: ")
+            outcome = "untried" if refused.startswith("transformers cannot") else "refused"
+            answer.send({outcome: refused, "traceback": traceback.format_exc()})
         except Exception as error:
-            answer.send({"error": first_line(error)})
+            answer.send({"error": first_line(error), "traceback": traceback.format_exc()})
 
 
 def first_line(error: Exception) -> str:
@@ -181,14 +240,27 @@ def tiny_config(kind: str) -> Any:
         if (config := build()).model_type == kind:
             return config
     kind_class = CONFIG_MAPPING[kind]
-    plain = kind_class().to_dict()
+    settings = made_tiny(kind_class().to_dict())
+    for name, value in OWN.get(kind, {}).items():
+        part = settings.get(name)
+        settings[name] = {**part, **value} if isinstance(part, dict) else value
+    return kind_class(**settings)
+
+
+def made_tiny(plain: dict[str, Any]) -> dict[str, Any]:
+    """Small values for the sizes in a configuration, and in those within it."""
     settings = {name: value for name, value in SIZES.items() if name in plain}
+    for name, part in plain.items():
+        if name.endswith("config") and name != "per_layer_config" and isinstance(part, dict):
+            settings[name] = {"model_type": part.get("model_type"), **made_tiny(part)}
+    if settings.get("qk_rope_head_dim"):  # MLA
+        settings |= {"num_key_value_heads": 4, "head_dim": 8}
     if layers := plain.get("layer_types"):
         several = list(dict.fromkeys(layers))[:3]
         settings["layer_types"] = (several * 3)[:3]
     if layers := plain.get("mlp_layer_types"):
         settings["mlp_layer_types"] = layers[:3]
-    return kind_class(**settings)
+    return settings
 
 
 def measured(folder: Path, backend: str) -> dict[str, Any]:
@@ -249,13 +321,25 @@ def page(rows: list[dict[str, Any]]) -> Iterator[str]:
         equal = "yes" if row["difference"] < EQUAL else f"{row['difference']:.5f}"
         moved = f"{row['moved']:.0%}" if row["moved"] else "no"
         yield f"| {row['kind']} | {equal} | {moved} | {remarks(row)} |"
-    yield from ("", "## Refused", "", "| `model_type` | reason |", "|---|---|")
-    yield from (f"| {row['kind']} | {row['refused']} |" for row in [*refused, *failed_rows(failed)])
+    yield from ("", "## Refused", "", "| reason | `model_type` |", "|---|---|")
+    kinds: dict[str, list[str]] = {}
+    for row in [*refused, *failed]:
+        kinds.setdefault(refusal(row), []).append(row["kind"])
+    for why in sorted(kinds, key=lambda why: -len(kinds[why])):
+        yield f"| {why[0].upper()}{why[1:]} | {', '.join(kinds[why])} |"
     yield UNTRIED.format(kinds=", ".join(row["kind"] for row in untried))
 
 
-def failed_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**row, "refused": f"fails at start: {row['error']}"} for row in rows]
+def refusal(row: dict[str, Any]) -> str:
+    """The server's words, without what depends on the number of layers."""
+    if "error" in row:
+        return f"fails at start: {row['error']}"
+    why = re.sub(
+        r"^(its|\d+ of its \d+|all or some of its) layers do",
+        "all or some of its layers do",
+        row["refused"],
+    )
+    return re.sub(r"\blayer \d+", "one layer", why.replace("its layer 0", "its first layer"))
 
 
 def remarks(row: dict[str, Any]) -> str:

@@ -154,6 +154,18 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "state_space": _build(
         "MambaConfig", vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=3
     ),
+    "stateful": _build(
+        "Zamba2Config",
+        **{**_COMMON, "num_key_value_heads": 4},
+        layer_types=["mamba", "hybrid", "hybrid"],
+        mamba_d_state=8,
+        mamba_ngroups=1,
+        n_mamba_heads=4,
+    ),
+    "differential": _build("DiffLlamaConfig", **_COMMON),
+    "indexed": _build(
+        "DeepseekV32Config", **_MLA, index_n_heads=2, index_head_dim=16, index_topk=8
+    ),
     "hybrid": _build("Lfm2Config", **_COMMON, layer_types=["conv", "full_attention", "conv"]),
     "chunked": _build(
         "Llama4TextConfig",

@@ -15,7 +15,7 @@ import typer
 from kvweave.cli.flags import takes_settings
 from kvweave.cli.session import check_machine, load_engine
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, extra
 from kvweave.plugins import moving_backends
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _engines(
         from kvweave.cluster.app import running_engines
     except ModuleNotFoundError as missing:
         raise ConfigError(
-            [f"--replicas needs {missing.name}, which pip install 'kvweave[ray]' brings"]
+            [f"--replicas needs {missing.name}, which {extra('ray')} brings"]
         ) from None
     with running_engines(config, cluster) as (engine, facts):
         yield engine, facts

@@ -1,12 +1,12 @@
 """Cache events for other processes, in the format of vLLM and SGLang.
 
-Publishing and following import the packages of the extra `kvweave[events]`.
+Publishing and following import the packages of the extra `events`.
 """
 
 from __future__ import annotations
 
 from kvweave.config.events import FLAG, EventsConfig
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, extra
 from kvweave.prefix.events import EventSink
 
 
@@ -16,6 +16,6 @@ def open_sink(config: EventsConfig) -> EventSink:
         from kvweave.events.publisher import ZmqPublisher
     except ModuleNotFoundError as missing:
         raise ConfigError(
-            [f"{FLAG} needs {missing.name}, which pip install 'kvweave[events]' brings"]
+            [f"{FLAG} needs {missing.name}, which {extra('events')} brings"]
         ) from None
     return ZmqPublisher(config)

@@ -200,4 +200,4 @@ class _DensePacked:
                 scores = torch.cat([scores, sinks], dim=-1)
             weights = functional.softmax(scores, dim=-1)[..., : v.shape[1]]
             outputs.append(weights.to(v.dtype) @ v)
-        return torch.cat(outputs, dim=1).transpose(0, 1)[None], None
+        return torch.cat(outputs, dim=1).transpose(0, 1).contiguous()[None], None

@@ -137,16 +137,28 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
         model.set_attn_implementation(outer)
 
 
-def _attend(module: torch.nn.Module, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Models pass the mask by its place or by its name."""
     if _here.function is None:
         raise KvweaveError("a model that kvweave serves was run outside a forward pass of kvweave")
     interrupt_if_wanted()
-    return _here.function(module, *args, **options)
+    return _here.function(module, query, key, value, attention_mask, **options)
 
 
 def _describe_mask(*, mask_function: Callable[..., Any], **_: Any) -> torch.Tensor:
     """A mask for INSPECTION: one number that survives whatever slicing a model does to masks."""
-    return torch.full((1, 1, 1, 1), described_window(mask_function))
+    try:
+        window = described_window(mask_function)
+    except IndexError:  # it looks up something about each token of this one prompt
+        window = UNKNOWN_MASK
+    return torch.full((1, 1, 1, 1), window)
 
 
 def described_window(visible: Callable[..., Any]) -> int:

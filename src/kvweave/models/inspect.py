@@ -85,7 +85,8 @@ def find_rotation(keys: Keys, tables: Sequence[Floats]) -> Rotary | None:
 
 def _candidates(keys: Keys, tables: Sequence[Floats]) -> Iterator[Rotary]:
     dim = keys.values.shape[2]
-    for inv_freq in tables:
+    # Some models (nanochat) turn the other way round.
+    for inv_freq in (*tables, *(-table for table in tables)):
         behind = dim - 2 * len(inv_freq)
         for offset in sorted({0, behind} if behind >= 0 else ()):
             for interleaved in (False, True):
@@ -150,8 +151,8 @@ class _LayerRecorder:
         layer = getattr(module, "layer_idx", None)
         if layer is None or layer in self.seen:
             raise UnsupportedModelError(
-                "it calls attention more than once per layer (cross attention, or an encoder): "
-                "kvweave serves decoders only"
+                "it calls attention more than once per layer (cross attention, differential "
+                "attention, layers that run again), and kvweave keeps one KV per layer"
             )
         if any(key.data_ptr() == other.key.data_ptr() for other in self.seen.values()):
             raise UnsupportedModelError(
@@ -165,7 +166,7 @@ class _LayerRecorder:
             window = hooks.UNKNOWN_MASK
         self.seen[layer] = _Seen(key, value.shape[-1], window)
         groups = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(groups, dim=1).transpose(1, 2), None
+        return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
 
 
 def inspect_layers(model: PreTrainedModel, context_length: int) -> tuple[LayerLayout, ...]:
@@ -174,6 +175,8 @@ def inspect_layers(model: PreTrainedModel, context_length: int) -> tuple[LayerLa
     `context_length` bounds the positions that are tried, and the windows that matter. Raises
     UnsupportedModelError, as the end of a sentence about the model, for what cannot be served.
     """
+    if model._is_stateful:
+        raise UnsupportedModelError(f"all or some of its layers {NO_INTERFACE}")
     far = max(1, min(context_length, 1024) - 2)
     with hooks.implementation(model, hooks.INSPECTION):
         near_pass, far_pass = (_run(model, at) for at in (0, far))
@@ -225,7 +228,8 @@ NO_INTERFACE = (
 def _check_layers(seen: dict[int, _Seen], expected: int) -> None:
     missing = [at for at in range(expected) if at not in seen]
     if missing or len(seen) != expected:
-        raise UnsupportedModelError(f"{len(missing)} of its {expected} layers {NO_INTERFACE}")
+        some = "its" if len(missing) == expected else f"{len(missing)} of its {expected}"
+        raise UnsupportedModelError(f"{some} layers {NO_INTERFACE}")
     for at, layer in seen.items():
         if layer.window == hooks.UNKNOWN_MASK:
             raise UnsupportedModelError(

@@ -60,7 +60,7 @@ def context_length_of(settings: PreTrainedConfig, wanted: int | None) -> int:
     if wanted is None:
         if own is None:
             code: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
-            if code is not None and not code._supports_attention_backend:
+            if code is not None and (code._is_stateful or not code._supports_attention_backend):
                 raise UnsupportedModelError(f"its layers {NO_INTERFACE}")
             raise UnsupportedModelError(
                 "its configuration has no max_position_embeddings: say with --context-length how "
@@ -322,9 +322,22 @@ def _inspect(
     except KvweaveError:
         raise
     except Exception as error:  # whatever a model's code does with a call that it does not expect
-        raise UnsupportedModelError(
-            f"it does not run the way that kvweave runs models: {reason(error)}"
-        ) from error
+        _log.warning("%s: %s", type(model).__name__, reason(error))
+        raise UnsupportedModelError(_why_it_does_not_run(model, error)) from error
+
+
+def _why_it_does_not_run(model: PreTrainedModel, error: Exception) -> str:
+    if isinstance(error, TypeError) and "position_ids" in str(error):
+        return "its code takes no positions, and kvweave packs tokens of many prompts together"
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
+    except Exception:
+        return "transformers cannot run it either: its configuration does not suit its code"
+    return (
+        "its layers need more than attention to earlier tokens (such as an index that chooses "
+        "tokens for each query, or tokens that are compressed into others)"
+    )
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

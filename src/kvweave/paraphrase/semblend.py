@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvweave.config import FuzzyConfig
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, extra
 from kvweave.fuzzy.matcher import common_suffix
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.kv.pool import IntArray
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 OLDEST, BEFORE = (0, 3, 20), (0, 4)
 """Versions whose adapter has the interface used here: from the first to below the second."""
 
-_ADVICE = "pip install 'kvweave[semblend]'"
+_ADVICE = extra("semblend")
 _NO_EMBEDDER = f"{_ADVICE}, and have the model: hf download sentence-transformers/all-MiniLM-L6-v2"
 _MOST_DONORS = 1024
 _GROWTH = 1.5

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from kvweave.engine.attention.base import AttentionBackend, AttentionBatch, LayerCall
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, extra
 
 __all__ = ["AttentionBackend", "AttentionBatch", "LayerCall", "get_backend"]
 
@@ -36,7 +36,7 @@ def get_backend(name: str, device: torch.device | str) -> AttentionBackend:
             raise ConfigError([f"--attention-backend flashinfer needs --device cuda, not {kind}"])
         if not _has_flashinfer():
             raise ConfigError(
-                ["--attention-backend flashinfer needs a package: pip install kvweave[flashinfer]"]
+                [f"--attention-backend flashinfer needs a package: {extra('flashinfer')}"]
             )
         from kvweave.engine.attention.flashinfer import FlashInferAttention
 
