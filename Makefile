@@ -132,7 +132,7 @@ bench-routing: model
 # docs/models.md: every kind of decoder that transformers has, tried with a tiny random model.
 models-page: install
 	cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TRANSFORMERS_VERBOSITY=error \
-		$(CURDIR)/$(BIN)/python -m support.models_page
+		$(CURDIR)/$(BIN)/python -m support.models_page $(KINDS)
 
 # docs/ as a site, in build/site.
 docs: install

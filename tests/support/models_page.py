@@ -104,7 +104,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dory": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "dots3_note": {
         "text_config": {"num_key_value_heads": 4},
-        "vision_config": {"adapter_in_dim": 64},
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
         "audio_config": {"adapter_input_size": 64},
     },
     "xglm": {"pad_token_id": 1},
@@ -117,6 +117,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 8},
+    "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "mamba2": {"num_heads": 8, "head_dim": 16},
 }
 """What some kinds need beside."""
@@ -138,7 +139,7 @@ the same document stands behind another beginning.
 
 Of {tried} kinds, {served} start, {moving} of them with KV that can move; {refused} are refused at
 start, with the reason. kvweave inspects and tries each model when it loads, so a kind that is not
-listed may work.
+listed may work. Of kinds that also read images or sound (gemma3, gemma4, fuyu), the text part is served.
 
 ## Served
 
@@ -151,7 +152,8 @@ document's tokens whose KV was moved.
 UNTRIED = """
 ## Not tried
 
-transformers built no tiny model of these kinds from the sizes used here: {kinds}."""
+transformers built no tiny model of these kinds, since they need packages for images, or sizes that
+depend on each other: {kinds}."""
 
 
 def main() -> None:

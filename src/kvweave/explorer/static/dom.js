@@ -20,7 +20,8 @@ export const svg = (tag, properties = {}, ...children) =>
   build(document.createElementNS(SVG, tag), properties, children);
 
 export const number = (value) => value.toLocaleString("en");
-export const tokens = (count) => `${number(count)} token${count === 1 ? "" : "s"}`;
+export const counted = (count, what) => `${number(count)} ${what}${count === 1 ? "" : "s"}`;
+export const tokens = (count) => counted(count, "token");
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)} %`;
 
 // Text on one line, without the special tokens of chat templates.

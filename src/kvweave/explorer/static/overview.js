@@ -1,6 +1,6 @@
 // The overview: totals, time to first token against share reused, and requests in progress.
 
-import { el, hideTip, milliseconds, number, percent, showTip, svg, tokens } from "./dom.js";
+import { counted, el, hideTip, milliseconds, number, percent, showTip, svg, tokens } from "./dom.js";
 import { NAMES, SOURCES, bar, leading, legend, reused } from "./sources.js";
 
 export function overview(main, state) {
@@ -55,7 +55,7 @@ function tiles(now, prompts, perSecond) {
     tile("Time to first token", times.length ? milliseconds(quantile(times, 0.5)) : "–",
       times.length ? `median; 95 % within ${milliseconds(quantile(times, 0.95))}` : "no prompt yet"),
     tile("Throughput", `${number(Math.round(10 * perSecond) / 10)} tokens/s`, "answered, in the last seconds"),
-    tile("Evicted", tokens(evicted_tokens), `since the start; ${number(preemptions)} preemptions`),
+    tile("Evicted", tokens(evicted_tokens), `since the start; ${counted(preemptions, "preemption")}`),
     tile("Healed", number(healed), `prompts computed exactly afterwards; ${number(heals_waiting)} wait`),
     tile("Prompts kept", number(prompts.length), tokens(sum(counts))),
     tile("Running and waiting", `${now.running} · ${now.waiting}`, "answers with pages, answers in the queue"),
@@ -67,18 +67,20 @@ const sum = (counts) => NAMES.reduce((sum, name) => sum + counts[name], 0);
 const tile = (title, big, small) =>
   el("section", { class: "panel tile" }, el("h2", {}, title), el("p", { class: "big" }, big), el("p", { class: "muted small" }, small));
 
-const WIDTH = 620, HEIGHT = 300;
+// As wide as there is room, so that its text keeps its size.
+let width = 620;
+const HEIGHT = 300;
 const PLOT = { left: 76, right: 26, top: 12, bottom: 40 };
-const across = (share) => PLOT.left + share * (WIDTH - PLOT.left - PLOT.right);
+const across = (share) => PLOT.left + share * (width - PLOT.left - PLOT.right);
 const upwards = (share) => HEIGHT - PLOT.bottom - share * (HEIGHT - PLOT.top - PLOT.bottom);
 
 const frame = (label, ...inside) =>
-  svg("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, ...inside);
+  svg("svg", { class: "chart", viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": label }, ...inside);
 
 const text = (x, y, words, anchor = "middle") => svg("text", { x, y, "text-anchor": anchor }, words);
 
 const level = (y, words) => [
-  svg("line", { x1: PLOT.left, x2: WIDTH - PLOT.right, y1: y, y2: y }),
+  svg("line", { x1: PLOT.left, x2: width - PLOT.right, y1: y, y2: y }),
   text(PLOT.left - 8, y + 4, words, "end"),
 ];
 
@@ -91,6 +93,7 @@ function decades(low, high) {
 
 // First-token time (log scale) against share reused.
 function scatter(points) {
+  width = Math.max(300, Math.min(620, innerWidth - 80));
   const times = points.map((point) => Math.max(0.1, point.first_token_ms));
   const low = Math.min(...times) / 1.6, high = Math.max(...times) * 1.6;
   const y = (time) => upwards(Math.log(Math.max(0.1, time) / low) / Math.log(high / low));

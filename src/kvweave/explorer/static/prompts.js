@@ -125,7 +125,7 @@ function sourcesTable(prompt, hidden) {
     el("td", {}, donorCell(block))));
   const more = prompt.blocks.length - rows.length;
   return el("details", { open },
-    el("summary", {}, `Its ${number(prompt.blocks.length)} runs as a table`),
+    el("summary", {}, prompt.blocks.length === 1 ? "Its only run as a table" : `Its ${number(prompt.blocks.length)} runs as a table`),
     el("div", { class: "scroll" }, el("table", {},
       el("thead", {}, el("tr", {}, ["Source", "Positions", "Tokens", "From"].map((head, at) => el("th", { scope: "col", class: at === 1 || at === 2 ? "num" : null }, head)))),
       el("tbody", {}, rows))),

@@ -1,7 +1,7 @@
 // The radix tree as an icicle plot: positions of a prompt across, paths below one another.
 
 import { get } from "./api.js";
-import { ago, el, line, number, percent, tokens } from "./dom.js";
+import { ago, counted, el, line, number, percent, tokens } from "./dom.js";
 import { placeLink } from "./sources.js";
 
 const ROW = 28;
@@ -151,7 +151,7 @@ function next(order, choose) {
   return el("section", { class: "panel stack", "aria-labelledby": "next-title" },
     el("h2", { id: "next-title" }, "Evicted next"),
     el("ol", { class: "next" }, leaving.map((node) => el("li", {},
-      el("button", { type: "button", class: "quiet", onclick: () => choose(node) }, name(node)), ` ${tokens(node.length)}, ${node.idle === 0 ? "used by the newest path" : `last used ${number(node.idle)} uses ago`}`))));
+      el("button", { type: "button", class: "quiet", onclick: () => choose(node) }, name(node)), ` ${tokens(node.length)}, ${node.idle === 0 ? "used by the newest path" : `last used ${counted(node.idle, "use")} ago`}`))));
 }
 
 const hits = (node) => (node.hits === 0 ? 0 : node.hits === 1 ? 1 : node.hits < 8 ? 2 : 3);
@@ -168,10 +168,10 @@ function describe(node, state) {
     Size: tokens(node.length),
     Hits: number(node.hits),
     "First prompt on it": since(node, state),
-    "Last used": node.idle === 0 ? "by the newest path" : `${number(node.idle)} uses ago`,
+    "Last used": node.idle === 0 ? "by the newest path" : `${counted(node.idle, "use")} ago`,
     "Held by": node.locks ? `${number(node.locks)} running` : "nobody now",
     Eviction: node.goes ? `number ${node.goes} in the queue` : node.locks ? "not while it is held" : node.children ? "after what hangs below" : "not soon",
-    "Goes on in": `${number(node.children)} ways${unseen > 0 ? `, ${number(unseen)} of them not shown` : ""}`,
+    "Goes on in": `${counted(node.children, "way")}${unseen > 0 ? `, ${number(unseen)} of them not shown` : ""}`,
   };
   return [
     el("h2", {}, `Node ${node.id}`),
