@@ -21,6 +21,7 @@ BENCHES = (
     "restart",
     "grammar",
     "kv-dtype",
+    "shared",
     "paraphrase-gate",
     "semantic",
     "quality",

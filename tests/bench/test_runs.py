@@ -107,6 +107,13 @@ def test_types_of_kv_are_compared_with_float32(run: Run) -> None:
     assert by_variant(report, "decode_after_512")["int8"].baseline == "float32"
 
 
+def test_askers_of_one_document_share_it(run: Run) -> None:
+    report = run("shared")
+    pages = values(report, "peak_pages_ratio")
+    assert pages["shared, 4 of 512"] < 1.25 < 2 < pages["copies, 4 of 512"]
+    assert values(report, "identical_ids") == {"shared, 4 of 512": 1.0}
+
+
 def test_shapes_are_measured_against_the_oracle(run: Run) -> None:
     report = run("shapes")
     served, oracle = values(report, "served_share"), values(report, "oracle_share")

@@ -205,8 +205,8 @@ def test_answers_of_an_exact_request_stay_exact_after_eviction_and_preemption(pr
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_lives_over_overlapping_text_answer_right(seed):
-    rng = np.random.default_rng(seed)
+def test_random_lives_over_overlapping_text_answer_right(seed, donors_of_any_length_are_shared):
+    rng, share_span = np.random.default_rng(seed), (1, 0, 4)[seed % 3]
     world = fuzzy_world(
         page_size=int((1, 4, 16)[seed % 3]),
         pool_tokens=int(rng.choice([320, 640, 1280])),
@@ -215,6 +215,7 @@ def test_random_lives_over_overlapping_text_answer_right(seed):
         max_running_requests=int(rng.choice([1, 3, 8])),
         schedule_policy=str(rng.choice(["fcfs", "lpm"])),
         max_queued_requests=12,
+        share_span=share_span,
     )
     faults = seed % 2 == 0
     world.runner.before = Faults(rng, 0.05 if faults else 0.0)
@@ -229,6 +230,7 @@ def test_random_lives_over_overlapping_text_answer_right(seed):
     requests = random_life(world, rng, 200, overlapping_request)
     assert_answers(world, requests, faults)
     assert world.engine.snapshot().hit_tokens["moved"] > 80
+    assert (world.runner.shared > 100) == bool(share_span)
     world.engine.flush_cache()
     assert world.engine.snapshot().free_tokens == world.engine.snapshot().total_tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,13 +105,16 @@ class Traffic:
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 600), (4, 150), (16, 48)])
 def test_every_slot_holds_what_it_must(seed: int, page_size: int, num_pages: int) -> None:
     policy = ("lru", "lfu", "slru", "priority")[seed % 4]
-    world = World(num_pages, page_size, SMALL, eviction=policy, events=seed % 2 == 0)
-    traffic, lent = Traffic(world, seed), 0
+    config = replace(SMALL, share_span=page_size if seed in (0, 3) else 0)
+    world = World(num_pages, page_size, config, eviction=policy, events=seed % 2 == 0)
+    traffic, lent, shared = Traffic(world, seed), 0, 0
     for _ in range(600):
         traffic.step()
         world.check()
+        shared += sum(len(run.lease.shared) for run in world.live)
         lent += sum(span.generation > 0 for run in world.live for span in run.lease.plan.spans)
     assert lent > 30, "too little was lent within sessions for this test to mean anything"
+    assert shared > 100 if config.share_span else shared == 0
     moved = world.cache.stats().hit_tokens["moved"]
     assert moved > 300, "too little was moved for this test to mean anything"
     assert world.cache.counters.evicted_pages > 0

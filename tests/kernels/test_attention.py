@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +17,8 @@ from kvweave.engine.attention.base import AttentionBatch
 from kvweave.engine.attention.cpu import CpuAttention
 from kvweave.engine.attention.sdpa import GatheredAttention
 from kvweave.errors import ConfigError
-from kvweave.kv.layout import LayerLayout
-from support.attention_batches import expected, make_batch, make_kv
+from kvweave.kv.layout import LayerLayout, Rotary
+from support.attention_batches import expected, make_batch, make_kv, shared
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 KV_TYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -72,6 +73,32 @@ def test_random_batches(seed: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
         torch.testing.assert_close(got.double(), right, atol=tolerance, rtol=tolerance)
 
 
+ROTATIONS = (
+    Rotary(10_000.0 ** -(np.arange(32) / 32)),
+    Rotary(10_000.0 ** -(np.arange(32) / 32), interleaved=True),
+    Rotary(10_000.0 ** -(np.arange(10) / 10), offset=24),
+    Rotary(10_000.0 ** -(np.arange(5) / 5), interleaved=True, offset=7),
+)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_keys_used_where_the_donor_has_them_score_as_if_they_had_been_turned(seed: int) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    kv_heads, group = rng.choice([1, 2]), rng.choice([1, 3, 7])
+    window = rng.choice([None, None, 30, 600])
+    batch = make_batch(draw_rows(rng), rng.choice([1, 4, 16, 128]), generator)
+    layout = LayerLayout(kv_heads, 64, 40 + seed % 2 * 24, window, rng.choice(ROTATIONS))
+    kv = make_kv(batch, layout, torch.float32, generator)
+    query = torch.randn((batch.tokens, kv_heads * group, 64), generator=generator)
+    call = LayerCall(0, 0.125, window, rng.choice([None, None, 2.0]))
+    right = expected(batch, query, kv, call)
+    segmented, pool = shared(batch, kv, rng)
+    for backend in implementations():
+        backend.begin(segmented)
+        got = backend.attend(query, pool, call)
+        torch.testing.assert_close(got.double(), right, atol=2e-5, rtol=2e-5)
+
+
 def test_a_result_depends_neither_on_other_rows_nor_on_threads() -> None:
     generator = torch.Generator().manual_seed(0)
     # Contexts of one split, of as many as there are parts, and of more.
@@ -119,22 +146,25 @@ def test_a_result_does_not_depend_on_how_a_prompt_is_cut(
     window, softcap = rng.choice([(None, None), (70, None), (300, None), (None, 2.0)])
     first, count = 490, 60
     whole = make_batch([list(range(first, first + count))], 16, generator)
-    layout = LayerLayout(kv_heads, key_dim, value_dim, window=window)
-    kv = make_kv(whole, layout, kv_dtype, generator)
+    rotary = Rotary(10_000.0 ** -(np.arange(12) / 12))
+    layout = LayerLayout(kv_heads, key_dim, value_dim, window=window, rotary=rotary)
+    cases = [(whole, make_kv(whole, layout, kv_dtype, generator))]
+    if kv_dtype == torch.float32:
+        cases.append(shared(*cases[0], rng))
     query = torch.randn(count, kv_heads * group, key_dim, generator=generator)
     call = LayerCall(0, key_dim**-0.5, window, softcap)
     library, before = kernels.load(), torch.get_num_threads()
     assert library is not None
     try:
-        for level in range(library.level + 1):
+        for level, (batch, kv) in itertools.product(range(library.level + 1), cases):
             backend = CpuAttention(level=level)
-            backend.begin(whole)
+            backend.begin(batch)
             found = backend.attend(query, kv, call).clone()
             for cuts in (rng.sample(range(1, count), 5), range(1, count)):
                 torch.set_num_threads(rng.choice([1, 2]))
                 edges = [0, *sorted(cuts), count]
                 for low, high in itertools.pairwise(edges):
-                    backend.begin(_part(whole, low, high))
+                    backend.begin(_part(batch, low, high))
                     part = backend.attend(query[low:high], kv, call)
                     assert torch.equal(part, found[low:high]), (level, low, high)
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
@@ -247,8 +248,9 @@ def recording(backend: str, size: int) -> ExactScene:
 class FuzzyScene:
     """A `fuzzy_world`, where a document of 160 tokens is cached behind a header."""
 
-    def __init__(self, size: int) -> None:
-        self.world = fuzzy_world.World(480 // size, size, events=True)
+    def __init__(self, size: int, share_span: int = 0) -> None:
+        config = replace(fuzzy_world.SMALL, share_span=share_span, refresh_tokens=5)
+        self.world = fuzzy_world.World(480 // size, size, config, events=True)
         document = fuzzy_world.text(1, 160)
         self.moved = [*fuzzy_world.text(4, 18), *document, *fuzzy_world.text(5, 9)]
         self.world.serve([*fuzzy_world.text(2, 7), *document, *fuzzy_world.text(3, 9)])
@@ -258,7 +260,9 @@ class FuzzyScene:
 
     def state(self) -> object:
         cache, live = self.world.cache, self.world.live
-        leases = [(c.lease.pages.tolist(), c.lease.published, c.lease.plan) for c in live]
+        leases = [
+            (c.lease.pages.tolist(), c.lease.published, c.lease.plan, c.lease.shared) for c in live
+        ]
         return cache.cached_pages, cache.evictable_pages, self.world.pool.num_free, leases
 
     def sound(self) -> None:
@@ -281,6 +285,24 @@ def moving(backend: str, size: int) -> FuzzyScene:
     scene = FuzzyScene(size)
     view = scene.world.view(scene.moved)
     scene.operation = lambda: scene.world.cache.lease(view)
+    return scene
+
+
+def sharing(backend: str, size: int) -> FuzzyScene:
+    scene = FuzzyScene(size, share_span=32)
+    view = scene.world.view(scene.moved)
+    assert scene.world.cache.lease(view).shared
+    scene = FuzzyScene(size, share_span=32)
+    scene.operation = lambda: scene.world.cache.lease(view)
+    return scene
+
+
+def releasing_what_is_shared(backend: str, size: int) -> FuzzyScene:
+    scene = FuzzyScene(size, share_span=32)
+    client = scene.client = scene.world.start(scene.moved)
+    assert client.lease.shared
+    assert scene.world.compute(client)
+    scene.operation = lambda: scene.world.cache.release(client.lease)
     return scene
 
 
@@ -339,7 +361,9 @@ EXACT: tuple[Make, ...] = (
 FUZZY: tuple[Make, ...] = (
     moving,
     publishing_before_a_span,
+    sharing,
     releasing_what_was_moved,
+    releasing_what_is_shared,
     keeping_for_a_session,
     closing_a_session,
 )

@@ -200,7 +200,7 @@ def test_a_streamed_echo_scores_the_prompt_in_every_answer(client, engine, late)
 
 def test_the_plan_is_told_on_request(client, engine):
     engine.usage = Usage(reuse=Reuse(exact=2, moved=3))
-    engine.plan = (Span(2, 3, "other", 40),)
+    engine.plan = (Span(2, 3, "other", 40, shared=1),)
     expected = [
         {
             "prompt": 0,
@@ -209,6 +209,7 @@ def test_the_plan_is_told_on_request(client, engine):
             "tier": "exact",
             "donor": None,
             "donor_start": 0,
+            "shared": 2,
             "generation": 0,
         },
         {
@@ -218,6 +219,7 @@ def test_the_plan_is_told_on_request(client, engine):
             "tier": "moved",
             "donor": "other",
             "donor_start": 40,
+            "shared": 1,
             "generation": 0,
         },
     ]

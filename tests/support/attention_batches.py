@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from kvweave.engine.attention.base import AttentionBatch, LayerCall
+from kvweave.engine.attention.base import AttentionBatch, LayerCall, SharedSegments
 from kvweave.kv.layout import LayerLayout
+from kvweave.kv.relocation import relocate
 from kvweave.kv.tensors import KVTensors
 
 
@@ -96,3 +99,58 @@ def _seen_slots(batch: AttentionBatch, row: int, window: int | None) -> torch.Te
         return torch.zeros(0, dtype=torch.int64)
     low = 0 if window is None else max(0, int(batch.positions[first]) - window + 1)
     return _slots(batch, row)[low : int(batch.positions[last - 1]) + 1]
+
+
+def shared(
+    batch: AttentionBatch, kv: KVTensors, rng: random.Random
+) -> tuple[AttentionBatch, KVTensors]:
+    """The same contexts, but with runs of them at a donor's positions, elsewhere in the pool.
+
+    Returns a batch whose block table has holes there, and a pool twice as large. Needs rotations.
+    """
+    size, layout = kv.page_size, kv.layouts[0]
+    assert layout.rotary is not None
+    pool = KVTensors(kv.layouts, 2 * len(batch.pages) + 4, size, dtype=kv.dtype)
+    for new, old in zip((*pool.keys, *pool.values), (*kv.keys, *kv.values), strict=True):
+        new.fill_(torch.nan)
+        new[: len(old)] = old
+    free = list(range(len(batch.pages), 2 * len(batch.pages) + 4))
+    rng.shuffle(free)
+    runs: list[list[int]] = []
+    pages: list[int] = []
+    deltas: list[int] = []
+    table, counts = batch.pages.clone(), []
+    for row in range(batch.rows):
+        first, last = int(batch.page_start[row]), int(batch.page_start[row + 1])
+        own, at = _slots(batch, row), rng.randint(0, 2)
+        queries = set(batch.positions[slice(*batch.query_start[row : row + 2].tolist())].tolist())
+        counts.append(0)
+        while at < last - first:
+            end = min(last - first, at + rng.randint(1, 8))
+            needed, slot = end - at + 1, rng.randint(0, size - 1)
+            mine = queries & set(range(at * size, end * size))
+            if mine or needed > len(free):
+                at = end
+                continue
+            run, free = free[:needed], free[needed:]
+            delta = rng.randint(-5000, 5000)
+            places = slot + torch.arange((end - at) * size)
+            there = torch.tensor(run)[places // size] * size + places % size
+            here = own[at * size : end * size]
+            pool.keys[0][there] = relocate(kv.keys[0][here], layout.rotary, -delta)
+            pool.values[0][there] = kv.values[0][here]
+            for tensor in (*pool.keys, *pool.values):
+                tensor[here] = torch.nan
+            runs.append([at * size, end * size, len(pages), slot])
+            pages += run
+            deltas.append(delta)
+            counts[-1] += 1
+            table[first + at : first + end] = -1
+            at = end + rng.randint(0, 2)
+    segments = SharedSegments(
+        _starts(counts),
+        torch.tensor(runs, dtype=torch.int64).reshape(-1, 4),
+        torch.tensor(pages, dtype=torch.int32),
+        tuple(deltas),
+    )
+    return replace(batch, pages=table, shared=segments if runs else None), pool

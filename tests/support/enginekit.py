@@ -34,6 +34,7 @@ from kvweave.kv.pool import PagePool
 from kvweave.plugins import BACKENDS
 from kvweave.prefix.contract import CacheOptions, PrefixCache
 from kvweave.prefix.events import EventSink
+from kvweave.prefix.lease import HOLE, SharedSpan
 from kvweave.prefix.registry import create_cache
 
 VOCABULARY = 96
@@ -71,6 +72,8 @@ class OracleRunner:
         self.batches: list[int] = []
         """Tokens of every forward pass."""
         self.prefilled = 0
+        self.shared = 0
+        """Positions that were read in donors' pages."""
         self.before: Callable[[ForwardBatch], None] = lambda batch: None
         """A place for faults."""
         self._wanted: Callable[[], bool] = lambda: False
@@ -98,7 +101,8 @@ class OracleRunner:
         for row in range(batch.rows):
             start, end = int(batch.query_start[row]), int(batch.query_start[row + 1])
             pages = batch.pages[batch.page_start[row] : batch.page_start[row + 1]]
-            self._look(batch, start, end, pages, wanted, logits)
+            shared = () if batch.shared is None else batch.shared[row]
+            self._look(batch, start, end, pages, shared, wanted, logits)
         rows = [logits[at] for at in batch.logits_at.tolist()]
         return torch.from_numpy(np.stack(rows) if rows else np.zeros((0, VOCABULARY), np.float32))
 
@@ -108,6 +112,7 @@ class OracleRunner:
         start: int,
         end: int,
         pages: np.ndarray,
+        shared: Iterable[SharedSpan],
         wanted: set[int],
         logits: dict[int, np.ndarray],
     ) -> None:
@@ -118,10 +123,22 @@ class OracleRunner:
         slots = (pages[:, None].astype(np.int64) * size + np.arange(size)).ravel()
         if not np.array_equal(slots[positions], batch.slots[start:end]):
             self.violations.append("a token is written elsewhere than its block table says")
+        holes, turned = np.repeat(pages == HOLE, size), np.zeros(len(slots), np.int64)
+        for run in shared:
+            places = run.slot + np.arange(run.end - run.start)
+            slots[run.start : run.end] = run.pages[places // size] * size + places % size
+            turned[run.start : run.end] = run.delta
+            if not holes[run.start : run.end].all():
+                self.violations.append("pages of its own lie where a span is shared")
+            holes[run.start : run.end] = False
         seen = slots[: int(positions[-1]) + 1]
-        if not np.array_equal(self.positions[seen], np.arange(len(seen))):
-            wrong = np.flatnonzero(self.positions[seen] != np.arange(len(seen)))
-            held = self.positions[seen[wrong[0]]]
+        self.shared += int(np.count_nonzero(turned))
+        if holes[: len(seen)].any():
+            self.violations.append("a query sees positions without KV")
+        held = self.positions[seen] + turned[: len(seen)]
+        if not np.array_equal(held, np.arange(len(seen))):
+            wrong = np.flatnonzero(held != np.arange(len(seen)))
+            held = held[wrong[0]]
             self.violations.append(f"position {wrong[0]} is read from a slot that holds {held}")
         for at in range(start, end):
             if at in wanted:

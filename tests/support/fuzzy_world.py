@@ -183,7 +183,12 @@ class World:
 
     def slots(self, lease: Lease, positions: IntArray) -> IntArray:
         size = self.pool.page_size
-        return lease.pages[positions // size] * size + positions % size
+        slots = lease.pages[positions // size] * size + positions % size
+        for run in lease.shared:
+            inside = (positions >= run.start) & (positions < run.end)
+            places = run.slot + positions[inside] - run.start
+            slots[inside] = run.pages[places // size] * size + places % size
+        return slots
 
     def look_at(self, running: Running) -> None:
         """Every served slot holds the request's own token at its own position, from exact KV."""
@@ -193,12 +198,22 @@ class World:
         ).astype(np.int64)
         slots = self.slots(running.lease, served)
         assert np.array_equal(self.token[slots], tokens[served])
-        assert np.array_equal(self.position[slots], served)
+        turned = np.zeros(len(served), np.int64)
+        for run in running.lease.shared:
+            turned[(served >= run.start) & (served < run.end)] = run.delta
+        assert np.array_equal(self.position[slots] + turned, served)
+        assert self.exact[slots[turned != 0]].all()
         assert self.exact[slots[: plan.exact]].all()
         assert np.array_equal(self.print[slots[: plan.exact]], fingerprints(tokens[: plan.exact]))
 
     def check(self) -> None:
-        """The cache's own proof, and: all KV in the tree is exact, in its place, and its own."""
+        """The cache's own proof, and: all KV in the tree is exact, in its place, and its own.
+
+        What running requests read of donors is still there.
+        """
+        for running in self.live:
+            if running.lease.shared:
+                self.look_at(running)
         self.cache.check([running.lease for running in self.live])
         self.cache._guard._provider.anchors.check()  # type: ignore[attr-defined]
         size = self.pool.page_size

@@ -15,9 +15,9 @@ from support.fuzzy_world import SMALL
 DOCUMENT = prompt(120, 1)
 
 
-def fuzzy_world(page_size: int = 4, **options) -> World:
+def fuzzy_world(page_size: int = 4, *, share_span: int = 8, **options) -> World:
     def make_cache(pool: PagePool, given: CacheOptions, mover) -> FuzzyCache:
-        return FuzzyCache(pool, replace(given, fuzzy=SMALL), mover)
+        return FuzzyCache(pool, replace(given, fuzzy=replace(SMALL, share_span=share_span)), mover)
 
     return make_world(make_cache=make_cache, page_size=page_size, **options)
 
@@ -52,7 +52,7 @@ def overlapping_request(rng: np.random.Generator, rid: str):
     )
 
 
-HEALING = replace(SMALL, heal=True)
+HEALING = replace(SMALL, heal=True, share_span=8)
 
 
 def healing_world(page_size: int = 4, *, most: int = 256, **options) -> World:

@@ -85,6 +85,11 @@ class FuzzyConfig:
     semantic_index_tokens: int = flag(
         131_072, "Tokens whose embeddings are kept; the oldest are dropped first."
     )
+    share_span: int = flag(
+        256,
+        "Moved text of at least so many tokens, in whole pages, is read where the donor has it; "
+        "shorter text, or with 0 all of it, is copied.",
+    )
     heal: bool = flag(
         False, "When idle, compute approximately served prompts exactly, for later requests."
     )
@@ -108,6 +113,7 @@ class FuzzyConfig:
             "self_check_max_decoys",
             "refresh_tokens",
             "session_generations",
+            "share_span",
         ):
             if not getattr(self, name) >= 0:
                 found.append(

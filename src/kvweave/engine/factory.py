@@ -115,8 +115,11 @@ def decoder(tokenizer: Any) -> Callable[[IntArray], str]:
 
 
 def _fuzzy(config: EngineConfig, loaded: LoadedModel) -> FuzzyConfig:
-    """The settings for reuse beyond the prefix, as far as the model can follow them."""
+    """The settings for reuse beyond the prefix, as far as model and device can follow them."""
     fuzzy = config.fuzzy
+    if loaded.device.type != "cpu":
+        # Attention there would read rows with shared spans one by one; a copy is quick.
+        fuzzy = replace(fuzzy, share_span=0)
     if loaded.prunes_tokens or not STRATEGIES[fuzzy.refresh_strategy].deferred:
         return fuzzy
     if fuzzy.refresh:

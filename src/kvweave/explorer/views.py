@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvweave.explorer.history import Record, SourceRun
+from kvweave.explorer.history import REFRESHED, Record, SourceRun
 from kvweave.explorer.queries import Explained, donor_of, pieces
 from kvweave.prefix.inspector import Declined
 from kvweave.prefix.tree_snapshot import NodeSnapshot, TreeSnapshot
@@ -91,6 +91,8 @@ def _block(
         block |= {"donor_start": run.donor_start, "donor": number}
         if run.span is not None and run.span.generation:
             block["generation"] = run.span.generation
+        if run.span is not None and run.span.shared and run.source != REFRESHED:
+            block["shared"] = run.span.shared
     return block
 
 

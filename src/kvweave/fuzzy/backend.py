@@ -1,7 +1,8 @@
 """The backend that reuses more than prefixes: a radix cache whose leases carry spans.
 
-Approximate KV is never shared. A span's KV lies in pages that only its lease owns, and KV computed
-behind it depends on it: a lease publishes nothing from its first span on.
+Approximate KV is never shared. A span's KV is a copy in pages that only its lease owns, or, where
+it is long, the donor's own pages, read with queries turned the other way. KV computed behind a
+span depends on it: a lease publishes nothing from its first span on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -29,10 +31,10 @@ from kvweave.plugins import BACKENDS, PARAPHRASE_GATE, load
 from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.inspector import CacheStats, Declined, Refusal, ReuseCounts
-from kvweave.prefix.lease import Lease, Namespace, RequestView
+from kvweave.prefix.lease import HOLE, Lease, Namespace, RequestView, SharedSpan
 from kvweave.prefix.plan import Plan, Span, Tier
 from kvweave.prefix.radix import RadixCache, RadixLease
-from kvweave.prefix.tree import Node, Place
+from kvweave.prefix.tree import Node, Place, upwards
 
 _log = logging.getLogger(__name__)
 
@@ -201,6 +203,13 @@ class FuzzyCache(RadixCache):
         )
         return matched + awaited if awaited else 0
 
+    def most_shared(self, view: RequestView, matched: int) -> int:
+        if not (self._allows(view) and self._shares(view)):
+            return 0
+        cached = super().cached_pages * self.page_size
+        most = min(len(view.tokens) - self._config.min_suffix, cached) - matched
+        return most if most >= self._config.share_span else 0
+
     def stats(self) -> CacheStats:
         counters = super().stats()
         counters.provider = {
@@ -241,6 +250,30 @@ class FuzzyCache(RadixCache):
     def settle(self, seconds: float) -> bool:
         """Wait for what the provider does in the background; False if it takes longer."""
         return self._guard.settle(seconds)
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        leases = list(leases)
+        super().check(leases)
+        for lease in leases:
+            for run in lease.shared:
+                self._check_shared(lease, run)
+
+    def _check_shared(self, lease: Lease, run: SharedSpan) -> None:
+        size, last = self.page_size, run.slot + run.end - run.start - 1
+        nodes = {self._donors.node(page) for page in run.pages.tolist()}
+        pinned = {above for node in getattr(lease, "pinned", ()) for above in upwards(node)}
+        starts = [self._donors.start(page) for page in run.pages.tolist()]
+        first = run.start - run.delta - run.slot
+        if (
+            not (lease.pages[run.start // size : run.end // size] == HOLE).all()
+            or len(run.pages) != last // size + 1
+            or starts != list(range(first, first + len(starts) * size, size))
+            or not nodes <= pinned
+        ):
+            raise IntegrityError(
+                f"request {lease.rid} reads [{run.start}, {run.end}) in pages that are not, or "
+                "may cease to be, its donor's"
+            )
 
     def check_structure(self) -> None:
         super().check_structure()
@@ -297,11 +330,15 @@ class FuzzyCache(RadixCache):
             lease, [piece.segment for piece in pieces if isinstance(piece, SessionCandidate)]
         )
         exact_pages = len(lease.pages)
+        plan, sources, shared = self._planned(lease, pieces, nodes, view)
         # Evicts others if need be; the donors are locked.
-        if self.grow(lease, pieces[-1].end) and not self._move(lease, pieces, view):
+        if self._lay_out(lease, pieces[-1].end, [run for run in shared if run]) and not self._move(
+            lease, plan, sources
+        ):
             self._shrink(lease, exact_pages)
         self._sessions.let_go(lease)
-        self._pin(lease, ())
+        read = zip(nodes, shared, strict=True) if lease.shared else ()
+        self._pin(lease, [node for node, run in read if node is not None and run is not None])
 
     @atomic
     def _pin(self, lease: RadixLease, nodes: Sequence[Node]) -> None:
@@ -317,27 +354,30 @@ class FuzzyCache(RadixCache):
     def _shrink(self, lease: RadixLease, pages: int) -> None:
         """Drop all but the lease's first `pages` pages."""
         lease.keep(self._journal)
-        self.pool.drop(lease.pages[pages:])
+        own = lease.pages[pages:]
+        self.pool.drop(own[own != HOLE])
+        for run in lease.shared:
+            self.pool.drop(run.pages)
+        lease.shared = ()
         lease.truncate(pages)
 
-    def _move(self, lease: RadixLease, pieces: list[Candidate], view: RequestView) -> bool:
-        """Fill the lease's pages and let its plan say so; False, and no new plan, if that fails."""
-        size, spans, runs, continued = self.page_size, [], [], []
+    def _planned(
+        self,
+        lease: RadixLease,
+        pieces: list[Candidate],
+        nodes: Sequence[Node | None],
+        view: RequestView,
+    ) -> tuple[Plan, list[IntArray], list[SharedSpan | None]]:
+        """The plan; and for each of its spans the donor's slots, and what is read in them."""
+        spans, sources, continued = [], [], []
         for piece in pieces:
-            span, sources, earlier = self._donor_of(piece)
+            span, slots, earlier = self._donor_of(piece)
             spans.append(span)
+            sources.append(slots)
             if len(earlier) and np.array_equal(
                 earlier, view.tokens[span.start - len(earlier) : span.start]
             ):
                 continued.append(span)
-            runs.append(
-                MoveRun(
-                    sources=sources,
-                    targets=slots_of(lease.pages, size, piece.start, piece.end),
-                    delta=piece.start - piece.donor_start,
-                    zeroed=self._guard.zeroed_layers,
-                )
-            )
         chosen, deferred = choose(
             spans,
             self._share(view),
@@ -345,7 +385,82 @@ class FuzzyCache(RadixCache):
             self._config.refresh_tokens,
             continued,
         )
+        shared: list[SharedSpan | None] = [None] * len(spans)
+        if deferred is None and self._shares(view):
+            shared = [
+                self._shared_run(span, slots, chosen)
+                for span, slots in zip(spans, sources, strict=True)
+            ]
+            shared = _worth_their_paths(shared, nodes)
+        spans = [
+            replace(span, shared=run.end - run.start) if run else span
+            for span, run in zip(spans, shared, strict=True)
+        ]
         plan = Plan(lease.plan.length, lease.plan.exact, tuple(spans), chosen, deferred)
+        return plan, sources, shared
+
+    def _shares(self, view: RequestView) -> bool:
+        return bool(self._config.share_span) and view.share_spans and not self._guard.zeroed_layers
+
+    def _shared_run(self, span: Span, slots: IntArray, chosen: IntArray) -> SharedSpan | None:
+        """The whole pages of `span` that are read in the donor's `slots`; None if too few.
+
+        The first tokens of a span may be computed again (`chosen`), and are the lease's own, as
+        are its partial pages at both ends. A session's donors are copied: they may go before it.
+        """
+        size = self.page_size
+        own = np.searchsorted(chosen, (span.start, span.end))
+        start = -(-(span.start + int(own[1] - own[0])) // size) * size
+        end = span.end // size * size
+        if span.generation or end - start < self._config.share_span:
+            return None
+        read = slots[start - span.start : end - span.start]
+        pages = read // np.int32(size)
+        distinct = pages[np.flatnonzero(np.diff(pages, prepend=-1))]
+        delta = span.start - span.donor_start
+        return SharedSpan(start, end, distinct, int(read[0]) % size, delta)
+
+    def _lay_out(self, lease: RadixLease, tokens: int, shared: Sequence[SharedSpan]) -> bool:
+        """As `grow`, but without pages of its own for what is shared."""
+        size, table = self.page_size, np.zeros(-(-tokens // self.page_size), np.int32)
+        for run in shared:
+            table[run.start // size : run.end // size] = HOLE
+        table = table[len(lease.pages) :]
+        short = int(np.count_nonzero(table != HOLE)) - self.pool.num_free
+        if short > 0:
+            if short > self.evictable_pages:
+                return False
+            self.evict(short)
+        return self._fill(lease, table, shared)
+
+    @atomic
+    def _fill(self, lease: RadixLease, table: IntArray, shared: Sequence[SharedSpan]) -> bool:
+        own = table != HOLE
+        pages = self.pool.alloc(int(np.count_nonzero(own)))
+        if pages is None:
+            return False
+        lease.keep(self._journal)
+        table[own] = pages
+        lease.append(table)
+        for run in shared:
+            self.pool.share(run.pages)
+        lease.shared = tuple(shared)
+        return True
+
+    def _move(self, lease: RadixLease, plan: Plan, sources: Sequence[IntArray]) -> bool:
+        """Fill the lease's own pages and let it follow `plan`; False, and it does not, if not."""
+        runs = []
+        for span, slots in zip(plan.spans, sources, strict=True):
+            targets = slots_of(lease.pages, self.page_size, span.start, span.end)
+            own = targets >= 0  # not in a hole
+            runs.append(
+                MoveRun(
+                    sources=slots[own],
+                    targets=targets[own],
+                    delta=span.start - span.donor_start,
+                    zeroed=self._guard.zeroed_layers,
+                )
+            )
         try:
             self._mover.move(runs)
         except IntegrityError:
@@ -372,6 +487,22 @@ class FuzzyCache(RadixCache):
             earlier = self._donors.tokens(piece.page, first)[: piece.donor_start - first]
         span = Span(piece.start, piece.length, donor, piece.donor_start, piece.tier, generation)
         return span, slots, earlier
+
+
+def _worth_their_paths(
+    runs: Sequence[SharedSpan | None], nodes: Sequence[Node | None]
+) -> list[SharedSpan | None]:
+    """Only runs of donors of which they read half of what they keep from eviction, or more.
+
+    A donor's whole path stays while a part of it is read: a copy of little is then cheaper.
+    """
+    read: Counter[Node | None] = Counter()
+    for run, node in zip(runs, nodes, strict=True):
+        read[node] += 0 if run is None else run.end - run.start
+    return [
+        run if node is not None and 2 * read[node] >= node.end else None
+        for run, node in zip(runs, nodes, strict=True)
+    ]
 
 
 def split_tiers(candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:

@@ -6,6 +6,13 @@
 
 #include "numbers.h"
 
+/* Positions [begin, end) of a row whose KV is used where its donor has it: in `pages` of the shared
+ * pages, from number `page` on, beginning with slot `slot` of these. */
+typedef struct {
+    int64_t begin, end;
+    int64_t page, slot;
+} attention_segment;
+
 /* One layer's attention for one packed batch; see engine/attention/base.py for the words.
  * The Python side mirrors this struct field by field. */
 typedef struct {
@@ -16,6 +23,13 @@ typedef struct {
     const int32_t *query_start; /* (rows + 1) */
     const int32_t *pages;
     const int32_t *page_start; /* (rows + 1) */
+    const int32_t *segment_start; /* (rows + 1), into the segments; NULL: there are none */
+    const attention_segment *segments; /* ascending within a row */
+    const int32_t *shared_pages;
+    /* the layer's rotation, see move.h: queries are turned for the keys of each segment */
+    const float *turns; /* (segments, 2, turned) */
+    int64_t offset, turned;
+    int32_t interleaved;
     /* the layer; numbers are of the types below */
     const void *query;         /* (tokens, heads, key_dim) */
     const void *keys;          /* (slots, kv_heads, key_dim) */

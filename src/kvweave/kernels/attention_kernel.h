@@ -4,12 +4,19 @@
  * scores never leave the cache. See attention_tile.h for what the includer defines.
  */
 #include "attention_tile.h"
+#include "turn.h"
+
+/* An item's queries. */
+typedef struct {
+    float *numbers;      /* (pairs, key_dim), scaled */
+    int16_t *shorts;     /* the same as integers, for INT8 keys */
+    float *short_scales; /* (pairs) */
+} query_view;
 
 /* One thread's scratch, cut to size for a call. */
 typedef struct {
-    float *queries;     /* (pairs, key_dim), scaled */
-    int16_t *shorts;    /* the same as integers, for INT8 keys */
-    float *short_scales; /* (pairs) */
+    query_view plain, turned; /* as they are, and for the keys of segment `segment` */
+    int64_t segment;
     int64_t *positions; /* (pairs of one KV head) */
     softmax_part whole, part;
     block_view view;
@@ -38,9 +45,13 @@ static float *take(arena *from, int64_t floats) {
 static int64_t lay_out(const attention_call *call, float *scratch, workplace *at) {
     int64_t pairs = most_pairs(call), wide = PADDED(call->value_dim);
     arena from = {.memory = scratch};
-    at->queries = take(&from, pairs * call->key_dim);
-    at->shorts = (int16_t *)take(&from, pairs * call->key_dim / 2 + 1);
-    at->short_scales = take(&from, pairs);
+    query_view *views[] = {&at->plain, &at->turned};
+    for (int i = 0; i < (call->segment_start ? 2 : 1); i++) {
+        views[i]->numbers = take(&from, pairs * call->key_dim);
+        views[i]->shorts = (int16_t *)take(&from, pairs * call->key_dim / 2 + 1);
+        views[i]->short_scales = take(&from, pairs);
+    }
+    at->segment = -1;
     at->positions = (int64_t *)take(&from, 2 * pairs);
     at->view.packed_keys = take(&from, call->key_dim * BLOCK);
     at->view.packed_values = take(&from, BLOCK * wide);
@@ -61,20 +72,52 @@ static int64_t scratch_floats(const attention_call *call) {
     return lay_out(call, NULL, &at);
 }
 
-/* The block that begins at position `block`, as far as it is in [low, high); not empty. */
-static void find_block(const attention_call *call, const int32_t *pages, int64_t block, int64_t low,
-                       int64_t high, block_place *place) {
+/* A piece of the context: positions [low, high) of one block, of one segment or of none (-1). */
+typedef struct {
+    int64_t block, low, high, segment;
+} context_piece;
+
+/* The longest piece of the row that begins at position `low` and ends at `high` or before. */
+static context_piece next_piece(const attention_call *call, int64_t row, int64_t low,
+                                int64_t high) {
+    int64_t block = low / BLOCK * BLOCK;
+    context_piece piece = {block, low, smaller_of(high, block + BLOCK), -1};
+    if (!call->segment_start) return piece;
+    for (int64_t s = call->segment_start[row]; s < call->segment_start[row + 1]; s++) {
+        const attention_segment *segment = &call->segments[s];
+        if (segment->end <= low) continue;
+        if (segment->begin <= low) {
+            piece.segment = s;
+            piece.high = smaller_of(piece.high, segment->end);
+        } else {
+            piece.high = smaller_of(piece.high, segment->begin);
+        }
+        break;
+    }
+    return piece;
+}
+
+/* Where a piece, not empty, lies in the pool. */
+static void find_piece(const attention_call *call, int64_t row, const context_piece *piece,
+                       block_place *place) {
     int64_t size = call->page_size, bytes = call->kv_heads * BYTES(call->type);
-    int64_t position = larger_of(low, block), end = smaller_of(high, block + BLOCK);
-    place->low = position - block;
-    place->high = end - block;
-    while (position < end) {
-        int64_t page = position / size, within = position % size;
-        int64_t stop = smaller_of(end, (page + 1) * size);
+    const int32_t *pages = call->pages + call->page_start[row];
+    int64_t position = piece->low, shift = 0;
+    if (piece->segment >= 0) {
+        const attention_segment *segment = &call->segments[piece->segment];
+        pages = call->shared_pages + segment->page;
+        shift = segment->slot - segment->begin;
+    }
+    place->low = position - piece->block;
+    place->high = piece->high - piece->block;
+    while (position < piece->high) {
+        int64_t page = (position + shift) / size, within = (position + shift) % size;
+        int64_t stop = smaller_of(piece->high, (page + 1) * size - shift);
         for (int64_t slot = pages[page] * size + within; position < stop; slot++, position++) {
-            place->keys[position - block] = slot * call->key_dim * bytes;
-            place->values[position - block] = slot * call->value_dim * bytes;
-            place->scales[position - block] = slot * call->kv_heads;
+            int64_t at = position - piece->block;
+            place->keys[at] = slot * call->key_dim * bytes;
+            place->values[at] = slot * call->value_dim * bytes;
+            place->scales[at] = slot * call->kv_heads;
         }
     }
     for (int64_t i = 0; i < BLOCK; i++)
@@ -168,9 +211,9 @@ TARGET static void prefetch_next(const attention_call *call, const block_view *v
 }
 
 /* All pairs of one KV head attend to the block that begins at position `block`. */
-TARGET static void attend_block(const attention_call *call, workplace *at, const float *queries,
-                                const softmax_part *part, int64_t base, int64_t rows,
-                                int64_t block) {
+TARGET static void attend_block(const attention_call *call, workplace *at,
+                                const query_view *queries, const softmax_part *part, int64_t base,
+                                int64_t rows, int64_t block) {
     block_view *view = &at->view;
     int64_t dim = call->key_dim;
     int packed = at->how < DIRECT_FLOAT32;
@@ -180,8 +223,9 @@ TARGET static void attend_block(const attention_call *call, workplace *at, const
     for (int64_t t = 0; t < tiles; t++) {
         int64_t height = rows / tiles + (t < rows % tiles);
         const int64_t *positions = at->positions + row;
-        const float *q = queries + row * dim, *scales = at->short_scales + base + row;
-        const int16_t *shorts = at->shorts + (base + row) * dim;
+        const float *q = queries->numbers + (base + row) * dim;
+        const float *scales = queries->short_scales + base + row;
+        const int16_t *shorts = queries->shorts + (base + row) * dim;
         if (packed && view->next)
             prefetch_next(call, view, t * BLOCK / tiles, (t + 1) * BLOCK / tiles);
         if (positions[height - 1] >= block + view->place->low &&
@@ -201,6 +245,28 @@ TARGET static void attend_block(const attention_call *call, workplace *at, const
     }
 }
 
+/* The queries as integers, where they are wanted so. */
+TARGET static void shorten(const attention_call *call, const workplace *at, int64_t pairs,
+                           const query_view *queries) {
+    int64_t dim = call->key_dim;
+    if (at->how != PACKED_INTEGERS && at->how != DIRECT_INT8) return;
+    for (int64_t r = 0; r < pairs; r++)
+        quantize_short(queries->numbers + r * dim, dim, queries->shorts + r * dim,
+                       queries->short_scales + r);
+}
+
+/* Turn all queries for a segment: by as much as its keys would have to be turned, the other way. */
+TARGET static void turn_queries(const attention_call *call, workplace *at, int64_t pairs,
+                                int64_t segment) {
+    int64_t dim = call->key_dim;
+    rotated_part part = PART_OF(call);
+    for (int64_t r = 0; r < pairs; r++)
+        turn(FLOAT32, part, (const char *)(at->plain.numbers + r * dim),
+             call->turns + segment * 2 * call->turned, (char *)(at->turned.numbers + r * dim));
+    shorten(call, at, pairs, &at->turned);
+    at->segment = segment;
+}
+
 /* Softmax over one split, for all of an item's pairs. */
 TARGET static void attend_split(const attention_call *call, const attention_item *item,
                                 workplace *at, const softmax_part *part, int64_t split) {
@@ -209,24 +275,31 @@ TARGET static void attend_split(const attention_call *call, const attention_item
     int64_t last = call->positions[item->token_end - 1] + 1;
     int64_t low = larger_of(split * SPLIT, lowest_seen(call, call->positions[item->token]));
     int64_t high = smaller_of((split + 1) * SPLIT, last);
-    const int32_t *pages = call->pages + call->page_start[item->row];
     block_place places[2];
     block_view *view = &at->view;
     memset(part->sums, 0, sizeof(float) * heads * rows * PADDED(call->value_dim));
     for (int64_t i = 0; i < heads * rows; i++) part->weights[i] = 0, part->maximum[i] = NOTHING;
-    int64_t block = low / BLOCK * BLOCK;
-    find_block(call, pages, block, low, high, &places[0]);
-    for (int turn = 0; block < high; block += BLOCK, turn = !turn) {
-        view->place = &places[turn];
-        int more = block + BLOCK < smaller_of(item->split_end * SPLIT, last);
-        if (more) find_block(call, pages, block + BLOCK, low, last, &places[!turn]);
+    context_piece piece = next_piece(call, item->row, low, high), next;
+    find_piece(call, item->row, &piece, &places[0]);
+    for (int flip = 0; piece.low < high; flip = !flip, piece = next) {
+        view->place = &places[flip];
+        int more = piece.high < smaller_of(item->split_end * SPLIT, last);
+        next = (context_piece){.low = high};
+        if (more) {
+            next = next_piece(call, item->row, piece.high, last);
+            find_piece(call, item->row, &next, &places[!flip]);
+        }
+        const query_view *queries = &at->plain;
+        if (piece.segment >= 0) {
+            if (at->segment != piece.segment) turn_queries(call, at, heads * rows, piece.segment);
+            queries = &at->turned;
+        }
         for (int64_t h = 0; h < heads; h++) {
-            view->next = more ? &places[!turn] : NULL;
+            view->next = more ? &places[!flip] : NULL;
             view->keys = (const char *)call->keys + (item->head + h) * call->key_dim * size;
             view->values = (const char *)call->values + (item->head + h) * call->value_dim * size;
             if (call->type == INT8) gather_scales(call, item->head + h, view);
-            attend_block(call, at, at->queries + h * rows * call->key_dim, part, h * rows, rows,
-                         block);
+            attend_block(call, at, queries, part, h * rows, rows, piece.block);
         }
     }
 }
@@ -266,7 +339,7 @@ TARGET static void gather_queries(const attention_call *call, const attention_it
                                   const workplace *at) {
     int64_t group = call->heads / call->kv_heads, size = BYTES(call->query_type);
     float scale = call->softcap > 0 ? call->scale : call->scale * LOG2_E;
-    float *to = at->queries;
+    float *to = at->plain.numbers;
     for (int64_t h = item->head; h < item->head_end; h++)
         for (int64_t t = item->token; t < item->token_end; t++) {
             int64_t index = (t * call->heads + h * group) * call->key_dim;
@@ -296,10 +369,7 @@ TARGET static void attend_item(const attention_call *call, const attention_item 
     else if (call->value_dim < wide)
         memset(at.view.packed_values, 0, sizeof(float) * BLOCK * wide);
     gather_queries(call, item, &at);
-    if (integers)
-        for (int64_t r = 0; r < all; r++)
-            quantize_short(at.queries + r * call->key_dim, call->key_dim,
-                           at.shorts + r * call->key_dim, at.short_scales + r);
+    shorten(call, &at, all, &at.plain);
     for (int64_t split = item->split; split < item->split_end; split++) {
         const softmax_part *part = split == item->split ? &at.whole : &at.part;
         attend_split(call, item, &at, part, split);

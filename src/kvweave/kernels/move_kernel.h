@@ -2,48 +2,19 @@
  * includes this (see simd.h). */
 #include "move.h"
 #include "simd.h"
+#include "turn.h"
 
-/* One head's key, with its rotated part beginning at `offset`. */
-INLINE void turn_key(int type, const move_layer *layer, const char *from, const float *cosines,
-                     char *to) {
-    int64_t turned = layer->turned, half = turned / 2, size = BYTES(type);
-    const float *sines = cosines + turned;
-    int64_t before = layer->offset * size, after = (layer->offset + turned) * size;
-    memcpy(to, from, before);
-    memcpy(to + after, from + after, layer->key_dim * size - after);
-    from += before;
-    to += before;
-    int64_t i = 0;
-    if (layer->interleaved)
-        for (; i + VL <= turned; i += VL) {
-            vf x = load_stored(type, from, i);
-            store_stored(type, to, i, x * load(cosines + i) + SWAP_PAIRS(x) * load(sines + i));
-        }
-    else if (half % VL == 0)
-        for (; i < half; i += VL) {
-            vf x = load_stored(type, from, i), y = load_stored(type, from, i + half);
-            store_stored(type, to, i, x * load(cosines + i) + y * load(sines + i));
-            store_stored(type, to, i + half,
-                         y * load(cosines + i + half) + x * load(sines + i + half));
-        }
-    if (layer->interleaved || half % VL)
-        for (; i < turned; i++) {
-            int64_t partner = layer->interleaved ? i ^ 1 : (i + half) % turned;
-            float x = load_one(type, from, i), y = load_one(type, from, partner);
-            store_one(type, to, i, x * cosines[i] + y * sines[i]);
-        }
-}
-
-/* The same for INT8: turned in float32, then rounded once, with scales of its own. */
+/* One head's INT8 key: turned in float32, then rounded once, with scales of its own. */
 TARGET static void turn_int8(const move_layer *layer, int64_t source, int64_t target,
                              const float *turns) {
     int64_t dim = layer->key_dim, groups = KEY_GROUPS(dim);
     const int8_t *from = (const int8_t *)layer->keys + source * dim;
     float straight[dim], turned[dim];
+    rotated_part part = PART_OF(layer);
     for (int64_t i = 0; i < dim; i += KEY_GROUP)
         widen(INT8, from + i, dim - i < KEY_GROUP ? dim - i : KEY_GROUP,
               layer->key_scales[source * groups + i / KEY_GROUP], straight + i);
-    turn_key(FLOAT32, layer, (char *)straight, turns, (char *)turned);
+    turn(FLOAT32, part, (char *)straight, turns, (char *)turned);
     quantize_groups(FLOAT32, (char *)turned, dim, KEY_GROUP, (int8_t *)layer->keys + target * dim,
                     layer->key_scales + target * groups);
 }
@@ -52,6 +23,7 @@ TARGET static void move_keys(const move_call *call, const move_layer *layer, int
                              int64_t first, int64_t last) {
     int64_t heads = layer->heads, bytes = layer->key_dim * BYTES(call->type);
     const float *turns = layer->turns + run * 2 * layer->turned;
+    rotated_part part = PART_OF(layer);
     for (int64_t t = first; t < last; t++)
         for (int64_t head = 0; head < heads; head++) {
             int64_t source = call->sources[t] * heads + head;
@@ -59,9 +31,9 @@ TARGET static void move_keys(const move_call *call, const move_layer *layer, int
             const char *from = (const char *)layer->keys + source * bytes;
             char *to = (char *)layer->keys + target * bytes;
             if (call->type == FLOAT32)
-                turn_key(FLOAT32, layer, from, turns, to);
+                turn(FLOAT32, part, from, turns, to);
             else if (call->type == BFLOAT16)
-                turn_key(BFLOAT16, layer, from, turns, to);
+                turn(BFLOAT16, part, from, turns, to);
             else
                 turn_int8(layer, source, target, turns);
         }

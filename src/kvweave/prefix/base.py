@@ -98,7 +98,8 @@ class CacheBackend(PrefixCache, CacheInspector):
 
     def check(self, leases: Iterable[Lease]) -> None:
         self.check_structure()
-        self.pool.check([*(lease.pages for lease in leases), *self.resident()])
+        owned = [pages for lease in leases for pages in lease.owned()]
+        self.pool.check([*owned, *self.resident()])
 
     def _servable(self, view: RequestView) -> int:
         """Most tokens that a match may cover: whole pages, not the last token, `max_exact`."""

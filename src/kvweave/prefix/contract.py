@@ -124,6 +124,11 @@ class PrefixCache(ABC):
         """
         return 0
 
+    def most_shared(self, view: RequestView, matched: int) -> int:
+        """At most how many tokens behind the first `matched` a lease might read in pages that are
+        there already, so that it needs none for them; found without a search."""
+        return 0
+
     def continuation(self, lease: Lease, tokens: IntArray, most: int) -> IntArray:
         """What cached text of the lease's namespace says after `tokens`, up to `most` tokens.
 

@@ -11,13 +11,21 @@ Owners of a prompt's pages, by token range, and when they are freed (pages of 4 
     evict      frees p0 to p3 later, from the tail, once no lease holds them.
 
     Behind a span (moved or paraphrased KV) nothing is published: those pages are the lease's only.
-    Donor pages are `pinned` while they are copied, and stay the cache's.
+    Donor pages are `pinned` while they are copied. Those that a long span reads where they lie
+    have the lease as an owner, and are pinned, until it is released:
+
+    position   64         80                        208     214
+    tokens     | fresh    | moved: seam | shared    | moved | fresh ->
+    pages      [ p4 ]     [ p5 ][ p6 ]  - - - - - - [ p13 ] [ p13 ]
+    donor                               d7 d8 .. d14
+    shared     SharedSpan(112, 208, [d7 .. d14], slot, delta)
 
 No torch here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +33,9 @@ import numpy as np
 from kvweave.kv.journal import Journal
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.plan import Plan
+
+HOLE = -1
+"""In a block table: no page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ class RequestView:
     nobody knows where that is, and the cache is careful. `semantic` False forbids to compare its
     meaning with anybody's, now or later. Requests of one `session` may lend each other what they
     computed behind moved text. What the request used and published outlives other pages by
-    `retain_seconds`.
+    `retain_seconds`. `share_spans` False has moved text copied that could be read where it lies.
     """
 
     rid: str
@@ -66,14 +77,31 @@ class RequestView:
     semantic: bool = True
     session: str | None = None
     retain_seconds: float = 0.0
+    share_spans: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedSpan:
+    """Positions [start, end), in whole pages, whose KV is read where a donor has it.
+
+    `pages` (distinct, int32) hold the donor's tokens; that of position `start` is slot `slot`,
+    counted from the first slot of `pages[0]`. Its keys are those of position `start - delta`.
+    """
+
+    start: int
+    end: int
+    pages: IntArray
+    slot: int
+    delta: int
 
 
 class Lease:
     """A request's claim on pages and on a place in the cache.
 
-    `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`. It is the only block table
-    there is. Read page ids here in the step that uses them: publishing may replace pages by
-    canonical ones. Backends subclass it and add their own state.
+    `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`, or is HOLE where these lie in
+    one of the `shared` runs. It is the only block table there is. Read page ids here in the step
+    that uses them: publishing may replace pages by canonical ones. Backends subclass it and add
+    their own state.
     """
 
     __slots__ = (
@@ -87,6 +115,7 @@ class Lease:
         "rid",
         "semantic",
         "session",
+        "shared",
     )
 
     def __init__(self, view: RequestView, plan: Plan, pages: IntArray) -> None:
@@ -99,6 +128,8 @@ class Lease:
         self.plan = plan
         self.published = plan.exact
         """Tokens already handed to the cache (or taken from it); a multiple of the page size."""
+        self.shared: tuple[SharedSpan, ...] = ()
+        """Ascending; the lease is an owner of their pages, too."""
         self._buffer = np.empty(max(16, 2 * len(pages)), np.int32)
         self._buffer[: len(pages)] = pages
         self._length = len(pages)
@@ -108,9 +139,21 @@ class Lease:
         """A view, valid until the next call that grows, publishes or releases."""
         return self._buffer[: self._length]
 
+    @property
+    def held(self) -> int:
+        """Pages of the block table, without holes."""
+        return int(np.count_nonzero(self.pages != HOLE)) if self.shared else self._length
+
+    def owned(self) -> Iterator[IntArray]:
+        """The pages that the lease is an owner of, in groups of distinct ones."""
+        pages = self.pages
+        yield pages[pages != HOLE] if self.shared else pages
+        for run in self.shared:
+            yield run.pages
+
     def keep(self, journal: Journal) -> None:
         """For caches only: the lease is about to change, in any way."""
-        journal.fields(self, "_buffer", "_length", "plan", "published")
+        journal.fields(self, "_buffer", "_length", "plan", "published", "shared")
 
     def append(self, pages: IntArray) -> None:
         """For caches only: add owned pages behind the last."""
@@ -134,4 +177,4 @@ class Lease:
 
     def clear(self) -> None:
         """For caches only: the lease holds nothing any more."""
-        self._length = 0
+        self._length, self.shared = 0, ()

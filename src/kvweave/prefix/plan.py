@@ -45,6 +45,8 @@ class Span:
     generation: int = 0
     """0: the donor is exact. Else it was computed behind moved text, which itself was moved from
     donors of the generation before."""
+    shared: int = 0
+    """Tokens of it that are read where the donor has them; the others were copied."""
 
     @property
     def end(self) -> int:

@@ -159,7 +159,8 @@ class RadixCache(CacheBackend):
             self.tree.keep_longer(lease.node, lease.retain_seconds)
         for node in (*lease.pinned, lease.node):
             self.tree.unlock(node)
-        self.pool.drop(lease.pages)
+        for pages in lease.owned():
+            self.pool.drop(pages)
         lease.node, lease.pinned = None, ()
         lease.clear()
 

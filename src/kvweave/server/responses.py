@@ -153,6 +153,7 @@ class Envelope:
             "length": cached,
             "tier": Tier.EXACT.value,
             "donor": None,
+            "shared": cached,
             "generation": 0,
         }
         spans = [{"prompt": place, **exact, "donor_start": 0}] if cached else []
@@ -165,6 +166,7 @@ class Envelope:
                     "tier": span.tier.value,
                     "donor": span.donor,
                     "donor_start": span.donor_start,
+                    "shared": span.shared,
                     "generation": span.generation,
                 }
             )

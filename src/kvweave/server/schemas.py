@@ -55,6 +55,8 @@ class PlanSpan(BaseModel):
     tier: Tier
     donor: str | None
     donor_start: int
+    shared: int
+    """Tokens of it that are read in the donor's pages; the others were copied."""
     generation: int
     """0: from exact KV; else how often KV of the session was computed behind KV of its own."""
     answer: int | None = None

@@ -48,6 +48,8 @@ class Variant:
     @property
     def fuzzy(self) -> FuzzyConfig:
         changes: dict[str, Any] = {} if self.strategy == DEFAULT else {"refresh_tokens": 0}
+        if self.ablation:
+            changes["share_span"] = 0  # they change what is copied
         if self.strategy not in _WITHOUT_BUDGET:
             changes |= {"refresh": self.budget, "refresh_strategy": self.strategy}
         return replace(FuzzyConfig(), **changes)

@@ -8,12 +8,61 @@ the call, since each layer's fresh KV is written before its queries run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 
 from kvweave.kv.tensors import KVTensors
+from kvweave.prefix.lease import SharedSpan
+
+
+@dataclass(slots=True)
+class SharedSegments:
+    """Runs of positions of some rows whose KV is used where a donor has it, not copied.
+
+    The keys there are those of other positions: they count as turned by the segment's delta, so
+    that a backend turns them, or queries the other way. On the CPU, whatever the device.
+    """
+
+    row_start: torch.Tensor
+    """int32 (R + 1); row r's segments are [row_start[r], row_start[r + 1]), ascending."""
+    runs: torch.Tensor
+    """int64 (S, 4): begin, end (positions of the row); then where `pages` holds the first of them:
+    the index of its page, and its slot counted from the start of that page."""
+    pages: torch.Tensor
+    """int32, all segments' pages, one after another."""
+    deltas: tuple[int, ...]
+    """(S), position in the row - position in the donor."""
+
+    @classmethod
+    def make(cls, rows: Sequence[Sequence[SharedSpan]]) -> SharedSegments | None:
+        """Of each row's runs; None if no row has any."""
+        runs = [run for row in rows for run in row]
+        if not runs:
+            return None
+        first = np.cumsum([0, *(len(run.pages) for run in runs)])
+        table = [
+            (run.start, run.end, page, run.slot) for run, page in zip(runs, first, strict=False)
+        ]
+        return cls(
+            torch.tensor(np.cumsum([0, *map(len, rows)]), dtype=torch.int32),
+            torch.tensor(table, dtype=torch.int64),
+            torch.from_numpy(np.concatenate([run.pages for run in runs])),
+            tuple(run.delta for run in runs),
+        )
+
+    def of(self, row: int, page_size: int) -> list[tuple[int, int, torch.Tensor, int]]:
+        """A row's segments: begin, end, slots int64 (end - begin), delta."""
+        found = []
+        for at in range(int(self.row_start[row]), int(self.row_start[row + 1])):
+            begin, end, page, slot = self.runs[at].tolist()
+            places = slot + torch.arange(end - begin)
+            slots = self.pages[page + places // page_size].long() * page_size + places % page_size
+            found.append((begin, end, slots, self.deltas[at]))
+        return found
 
 
 @dataclass(slots=True)
@@ -24,7 +73,8 @@ class AttentionBatch:
     query_start: int32 (R + 1); row r's tokens are [query_start[r], query_start[r + 1]).
     pages: int32, all rows' block tables, one after another; page_start: int32 (R + 1) into it.
     Position p of row r is in slot
-    pages[page_start[r] + p // page_size] * page_size + p % page_size.
+    pages[page_start[r] + p // page_size] * page_size + p % page_size, unless it lies in one of the
+    row's `shared` segments: then the block table may name no page (-1).
     """
 
     positions: torch.Tensor
@@ -37,6 +87,7 @@ class AttentionBatch:
     tokens: int
     longest: int
     """The largest position in the batch, plus one."""
+    shared: SharedSegments | None = None
 
 
 @dataclass(frozen=True, slots=True)

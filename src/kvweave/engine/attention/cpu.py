@@ -6,11 +6,15 @@ import ctypes
 import weakref
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvweave import kernels
 from kvweave.engine.attention.base import AttentionBatch, LayerCall
 from kvweave.engine.attention.sdpa import GatheredAttention
+from kvweave.kv.layout import Rotary
+from kvweave.kv.relocation import turn
 from kvweave.kv.tensors import KVTensors
 
 
@@ -27,6 +31,9 @@ class CpuAttention:
         self._library = kernels.load() if native else None
         self._out = torch.empty(0)
         self._call = kernels.AttentionCall()
+        self._turns: dict[tuple[bytes, bool], npt.NDArray[np.float32]] = {}
+        self._deltas: tuple[int, ...] = ()
+        """By kind of rotation, for segments of these deltas: (S, 2, turned)."""
         if self._library is not None:
             self._call.level = self._library.level if level is None else level
             self._workspace = self._library.open_attention()
@@ -51,6 +58,14 @@ class CpuAttention:
         call.query_start = batch.query_start.data_ptr()
         call.pages = batch.pages.data_ptr()
         call.page_start = batch.page_start.data_ptr()
+        shared = batch.shared
+        call.segment_start = None if shared is None else shared.row_start.data_ptr()
+        if shared is not None:
+            call.segments = shared.runs.data_ptr()
+            call.shared_pages = shared.pages.data_ptr()
+            if shared.deltas != self._deltas:  # else these rows have gone on
+                self._deltas = shared.deltas
+                self._turns.clear()
         call.threads = torch.get_num_threads()
 
     def attend(self, query: torch.Tensor, kv: KVTensors, call: LayerCall) -> torch.Tensor:
@@ -69,6 +84,8 @@ class CpuAttention:
             native.key_scales = kv.key_scales[call.layer].data_ptr()
             native.value_scales = kv.value_scales[call.layer].data_ptr()
         native.sinks = None if call.sinks is None else call.sinks.data_ptr()
+        if self._batch.shared is not None:
+            self._turn(native, kv.layouts[call.layer].rotary, self._batch.shared.deltas)
         native.out = out.data_ptr()
         native.heads = query.shape[1]
         native.kv_heads = keys.shape[1]
@@ -82,6 +99,19 @@ class CpuAttention:
         if self._library.attend(ctypes.byref(native), self._workspace):
             raise MemoryError("no memory for attention's intermediate results")
         return out
+
+    def _turn(
+        self, native: kernels.AttentionCall, rotary: Rotary | None, deltas: tuple[int, ...]
+    ) -> None:
+        """Note by how much queries turn for each segment: as its keys would, the other way."""
+        assert rotary is not None  # else nothing is shared
+        kind = (rotary.inv_freq.tobytes(), rotary.interleaved)
+        if kind not in self._turns:  # layers mostly share their frequencies
+            self._turns[kind] = np.stack([turn(rotary, -delta) for delta in deltas])
+        native.turns = self._turns[kind].ctypes.data
+        native.offset = rotary.offset
+        native.turned = 2 * len(rotary.inv_freq)
+        native.interleaved = rotary.interleaved
 
     def _attend_plain(self, query: torch.Tensor, kv: KVTensors, call: LayerCall) -> torch.Tensor:
         if not self._planned:

@@ -59,6 +59,7 @@ class FlashInferAttention:
         dim = keys.shape[2]
         if (
             query.dtype not in _TYPES
+            or self._batch.shared is not None  # pages have the donor's keys
             or kv.dtype != query.dtype
             or dim not in _DIMS
             or values.shape[2] != dim

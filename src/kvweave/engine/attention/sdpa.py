@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as functional
 
 from kvweave.engine.attention.base import AttentionBatch, LayerCall
+from kvweave.kv.relocation import relocate
 from kvweave.kv.tensors import KVTensors
 
 _QUERIES_AT_ONCE = 1024
 """Queries of one row that share a mask: it must not grow with the square of a prompt."""
 _PADDED_SLOTS = 1 << 19
 """Most slots that one gather of single-query rows may touch, padding included."""
+
+
+_Segment: TypeAlias = tuple[int, int, torch.Tensor, int]
+"""Of SharedSegments.of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,8 @@ class _Block:
     """Position of the first query; later ones are larger."""
     highest: int
     slots: torch.Tensor
+    turned: tuple[tuple[int, int, int], ...]
+    """Positions [begin, end) whose keys have to be turned by a delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +74,12 @@ class GatheredAttention:
         if together is None:
             together = batch.positions.device.type != "cpu"
         for row, count in enumerate(counts):
-            if count == 1 and together:
+            shared = [] if batch.shared is None else batch.shared.of(row, batch.page_size)
+            if count == 1 and together and not shared:
                 singles.append(row)
             elif count:
-                self._plan_row(starts[row], starts[row + 1], *page_starts[row : row + 2])
+                table = slice(*page_starts[row : row + 2])
+                self._plan_row(starts[row], starts[row + 1], table, shared)
         self._singles = self._plan_singles(singles)
 
     def attend(self, query: torch.Tensor, kv: KVTensors, call: LayerCall) -> torch.Tensor:
@@ -82,15 +91,18 @@ class GatheredAttention:
             self._attend_singles(some, query, kv, call, out)
         return out
 
-    def _plan_row(self, first: int, last: int, page_first: int, page_last: int) -> None:
+    def _plan_row(self, first: int, last: int, table: slice, shared: list[_Segment]) -> None:
         batch = self._batch
-        slots = _slots_of(batch.pages[page_first:page_last], batch.page_size)
+        slots = _slots_of(batch.pages[table], batch.page_size)
+        for begin, end, places, _ in shared:
+            slots[begin:end] = places.to(slots.device)
+        turned = tuple((begin, end, delta) for begin, end, _, delta in shared)
         positions = batch.positions[first:last].tolist()
         for at in range(0, last - first, _QUERIES_AT_ONCE):
             some = positions[at : at + _QUERIES_AT_ONCE]
             begin = first + at
             self._blocks.append(
-                _Block(begin, begin + len(some), some[0], some[-1], slots[: some[-1] + 1])
+                _Block(begin, begin + len(some), some[0], some[-1], slots[: some[-1] + 1], turned)
             )
 
     def _plan_singles(self, rows: list[int]) -> list[_Singles]:
@@ -121,6 +133,11 @@ class GatheredAttention:
         slots = block.slots[low:]
         keys = kv.read_keys(call.layer, slots, query.dtype)
         values = kv.read_values(call.layer, slots, query.dtype)
+        for begin, end, delta in block.turned:
+            some = slice(max(0, begin - low), max(0, end - low))
+            rotary = kv.layouts[call.layer].rotary
+            assert rotary is not None  # else nothing is shared
+            keys[some] = relocate(keys[some], rotary, delta)
         heads = keys.shape[1]
         # (kv heads, heads per kv head, tokens, dim): the group rides along as attention's heads,
         # and one KV head serves all of them without a copy.

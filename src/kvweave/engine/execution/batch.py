@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvweave.engine.scheduler.scheduler import Row
 from kvweave.kv.pool import IntArray
+from kvweave.prefix.lease import SharedSpan
 from kvweave.prefix.plan import BoolArray
 
 LongArray: TypeAlias = npt.NDArray[np.int64]
@@ -59,6 +60,9 @@ class ForwardBatch:
     logits_at: LongArray
     """Indices of the tokens (not positions) whose logits are wanted, in the order wanted."""
     recompute: RecomputeRequest | None = None
+    shared: tuple[tuple[SharedSpan, ...], ...] | None = None
+    """By row: what its queries see in donors' pages, where its block table has holes. None: all of
+    it is in the block tables."""
 
     @property
     def rows(self) -> int:
@@ -160,6 +164,7 @@ class BatchBuilder:
             page_size=size,
             logits_at=logits_at,
             recompute=_recompute(rows, query_start),
+            shared=_shared(rows, highest),
         )
         return batch, wanted
 
@@ -188,6 +193,16 @@ def _fill(
     token_ids[:known] = sequence.tokens[at[:known]]
     token_ids[known:] = row.draft
     slots[:] = table[at // size].astype(np.int64) * size + at % size
+
+
+def _shared(rows: Rows[Row], highest: list[int]) -> tuple[tuple[SharedSpan, ...], ...] | None:
+    leases = [row.sequence.lease for row in rows]
+    if not any(lease.shared for lease in leases if lease is not None):
+        return None
+    return tuple(
+        tuple(run for run in lease.shared if run.end <= last) if lease is not None else ()
+        for lease, last in zip(leases, highest, strict=True)
+    )
 
 
 def _recompute(rows: Rows[Row], query_start: IntArray) -> RecomputeRequest | None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvweave.engine.attention.base import AttentionBackend, AttentionBatch, LayerCall
+from kvweave.engine.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    LayerCall,
+    SharedSegments,
+)
 from kvweave.engine.execution.batch import ForwardBatch, RecomputeRequest
 from kvweave.engine.execution.selective_recompute import (
     QuestionAttention,
@@ -105,6 +110,7 @@ class ModelRunner:
             rows=batch.rows,
             tokens=batch.tokens,
             longest=int(batch.positions.max()) + 1,
+            shared=None if batch.shared is None else SharedSegments.make(batch.shared),
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

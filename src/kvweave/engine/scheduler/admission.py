@@ -114,10 +114,10 @@ class Admission:
     ) -> bool:
         """Whether leasing is worth a try beside `running`, once `freed` more pages are free.
 
-        An estimate: it is not known yet which pages the match consists of.
+        An estimate: it is not known yet which pages the match consists of, nor what will be shared
+        behind it; the lease tells.
         """
-        surplus = self._room() + freed - self._needed(sequence, matched // self._page_size, running)
-        return surplus >= sequence.surplus_needed
+        return self._surplus(sequence, matched, running) + freed >= sequence.surplus_needed
 
     def lacking(self, sequence: Sequence, running: Iterable[Sequence]) -> int:
         """Pages missing for the leased `sequence` to stay beside `running`; 0 or less if it can."""
@@ -131,8 +131,7 @@ class Admission:
 
         It had matched unused pages, which counted as room before it took them.
         """
-        surplus = self._room() - self._needed(sequence, matched // self._page_size, running)
-        sequence.surplus_needed = surplus + lacking
+        sequence.surplus_needed = self._surplus(sequence, matched, running) + lacking
 
     def awaits_producer(self, sequence: Sequence, matched: int) -> bool:
         """Whether a running request is about to publish more of this prefix than is cached.
@@ -150,6 +149,11 @@ class Admission:
             sequence.stalled = 0
         sequence.stalled += 1
         return sequence.stalled <= self._stall_limit
+
+    def _surplus(self, sequence: Sequence, matched: int, running: Iterable[Sequence]) -> int:
+        """Pages that would be left, at best."""
+        held = matched + self._cache.most_shared(sequence.view(), matched)
+        return self._room() - self._needed(sequence, held // self._page_size, running)
 
     def _room(self) -> int:
         return self._cache.pool.num_free + self._cache.evictable_pages

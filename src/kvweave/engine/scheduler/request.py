@@ -87,6 +87,7 @@ class Sequence:
         "prompt_length",
         "recomputed",
         "scored",
+        "share_spans",
         "stalled",
         "status",
         "stays_exact",
@@ -113,6 +114,8 @@ class Sequence:
         """Positions inside spans that are computed all the same, ascending."""
         self.stays_exact = False
         """It was admitted as exact: it stays exact after a preemption."""
+        self.share_spans = True
+        """False once what it shares kept it from getting pages although it was alone."""
         self.scored = 0
         """Prompt tokens whose log probabilities are known, when they are wanted."""
         self.due: int | None = None
@@ -175,6 +178,7 @@ class Sequence:
                 semantic=request.fuzzy_semantic,
                 session=request.session,
                 retain_seconds=request.retain_seconds,
+                share_spans=self.share_spans,
             )
         return self._view
 

@@ -244,7 +244,7 @@ class Scheduler:
         """Whether `sequence` may run beside `staying`, with what `victims` hold given back."""
         if not staying:
             return True  # then everything that is cached can be evicted
-        freed = sum(len(victim.lease.pages) for victim in victims if victim.lease is not None)
+        freed = sum(victim.lease.held for victim in victims if victim.lease is not None)
         return len(staying) < self._config.max_running_requests and self._admission.may_fit(
             sequence, matched, staying, freed
         )
@@ -260,7 +260,7 @@ class Scheduler:
         lacking = 0 if alone else self._admission.lacking(sequence, self.running)
         if lacking > 0 or not self._cache.grow(lease, sequence.last_position(max(count, 1)) + 1):
             if alone:
-                raise _too_small(self._cache)
+                self._share_nothing(sequence)
             self._requeue(sequence)
             self._admission.refused(sequence, matched, self.running, max(lacking, 1))
             return False
@@ -294,12 +294,19 @@ class Scheduler:
         while not self._cache.grow(sequence.lease, sequence.last_position(count) + 1):
             victim = max(self.running, key=lambda other: other.rank)
             if len(self.running) == 1:
-                raise _too_small(self._cache)
+                self._share_nothing(sequence)
             self._preempt(victim)
             self._admission.preempted()
             if victim is sequence:
                 return False
         return True
+
+    def _share_nothing(self, sequence: Sequence) -> None:
+        """Alone, `sequence` lacks pages: from now on it locks no donors. RequestError if it has
+        none to let go of."""
+        if sequence.lease is None or not sequence.lease.shared:
+            raise _too_small(self._cache)
+        sequence.share_spans = False
 
     def _run(self, sequence: Sequence, count: int) -> None:
         row = Row(sequence, count, not sequence.decoding, sequence.remaining == count)

@@ -119,7 +119,7 @@ const SHORT_TABLE = 24;
 function sourcesTable(prompt, hidden) {
   const open = hidden && prompt.blocks.length <= SHORT_TABLE;
   const rows = prompt.blocks.slice(0, 400).map((block) => el("tr", {},
-    el("td", {}, el("i", { class: `swatch bg-${block.source}` }), block.source, block.generation ? `, of its session (generation ${block.generation})` : ""),
+    el("td", {}, el("i", { class: `swatch bg-${block.source}` }), block.source, block.generation ? `, of its session (generation ${block.generation})` : "", block.shared ? `, ${tokens(block.shared)} read in place` : ""),
     el("td", { class: "num" }, `${number(block.start)} to ${number(block.start + block.length - 1)}`),
     el("td", { class: "num" }, number(block.length)),
     el("td", {}, donorCell(block))));

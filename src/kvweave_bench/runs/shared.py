@@ -1,0 +1,105 @@
+"""Bench: many askers of one moved document, read where the donor has it, and copied for each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, SchedulerConfig
+from kvweave_bench.base import Bench
+from kvweave_bench.driver import Answer, Driver
+from kvweave_bench.measure import Against, row
+from kvweave_bench.report import Row
+from kvweave_bench.setting import Setting
+from kvweave_bench.workloads.prompts import wrapped_documents
+
+_CASES = ((16, 8000), (64, 1024))
+_QUICK_CASES = ((4, 512),)
+_WRAPPER_ROOM = 128
+_OUTPUT = 8
+_SHARED, _COPIES = "shared", "copies"
+
+
+def measure(setting: Setting) -> list[Row]:
+    """Pages held at the peak, and ids against those with copies.
+
+    peak_pages_ratio: 1 is the document once, and what each asker computes itself. peak_documents:
+    the same pages, counted in documents.
+    """
+    rows = []
+    for askers, length in _QUICK_CASES if setting.quick else _CASES:
+        case = "" if length == _CASES[0][1] else f", {askers} of {length}"
+        rows += _case(setting, askers, length, case)
+    return rows
+
+
+def _case(setting: Setting, askers: int, length: int, case: str) -> list[Row]:
+    document = setting.corpus.take(length)
+    room, distinct = _WRAPPER_ROOM, min(askers, 16)
+    found = wrapped_documents(setting.corpus, document, distinct + 1, room)
+    donor, *prompts = (each.tokens for each in found)
+    # More askers than heads of different lengths: others begin with other tokens.
+    prompts += [
+        np.concatenate([setting.corpus.take(4), prompts[at % distinct]])
+        for at in range(askers - distinct)
+    ]
+    answers, peaks = {}, {}
+    with setting.progress(f"{askers} askers of {length} tokens", 2) as advance:
+        for arm in (_SHARED, _COPIES):
+            driver = _driver(setting, arm, length, askers)
+            driver.serve([donor])
+            answers[arm] = driver.serve(prompts, max_tokens=_OUTPUT)
+            peaks[arm] = driver.peak_pages * driver.engine.cache.page_size
+            advance()
+    one_copy = length + sum(map(_computed, answers[_SHARED]))
+    same = [
+        float(ours.token_ids == theirs.token_ids)
+        for ours, theirs in zip(answers[_SHARED], answers[_COPIES], strict=True)
+    ]
+    against = Against(_COPIES + case, _first_tokens(answers[_COPIES]))
+    pages = [
+        Row(metric=metric, arm=arm + case, value=peaks[arm] / tokens, unit="x", n=askers)
+        for metric, tokens in (("peak_pages_ratio", one_copy), ("peak_documents", length))
+        for arm in (_SHARED, _COPIES)
+    ]
+    return [
+        *pages,
+        replace(row("identical_ids", _SHARED + case, same, "share"), value=float(np.mean(same))),
+        row("first_token_ms", _SHARED + case, _first_tokens(answers[_SHARED]), "ms", against),
+        row("first_token_ms", _COPIES + case, _first_tokens(answers[_COPIES]), "ms"),
+    ]
+
+
+def _computed(answer: Answer) -> int:
+    """Tokens whose KV is the asker's own by nature: computed for it."""
+    usage = answer.usage
+    return len(answer.prompt) + _OUTPUT - usage.cached_tokens - usage.moved_tokens
+
+
+def _first_tokens(answers: list[Answer]) -> list[float]:
+    return [1e3 * answer.first_token_seconds for answer in answers]
+
+
+def _driver(setting: Setting, arm: str, length: int, askers: int) -> Driver:
+    fuzzy = FuzzyConfig() if arm == _SHARED else FuzzyConfig(share_span=0)
+    room = (askers + 2) * (length + 2 * _WRAPPER_ROOM)
+    return Driver(
+        setting.loaded,
+        EngineConfig(
+            model=setting.model_config,
+            cache=CacheConfig(prefix_cache_backend="fuzzy_match", max_total_tokens=room),
+            scheduler=SchedulerConfig(max_running_requests=askers),
+            fuzzy=fuzzy,
+        ),
+    )
+
+
+BENCH = Bench(
+    name="shared",
+    summary="Many askers of one moved document: pages and answers, read in place or copied",
+    counts="runs",
+    n=1,
+    quick_n=1,
+    measure=measure,
+)
