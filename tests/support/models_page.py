@@ -139,7 +139,8 @@ the same document stands behind another beginning.
 
 Of {tried} kinds, {served} start, {moving} of them with KV that can move; {refused} are refused at
 start, with the reason. kvweave inspects and tries each model when it loads, so a kind that is not
-listed may work. Of kinds that also read images or sound (gemma3, gemma4, fuyu), the text part is served.
+listed may work. Of kinds that also read images or sound (gemma3, gemma4, fuyu), the text part is
+served.
 
 ## Served
 
