@@ -189,6 +189,17 @@ def test_a_run_from_the_session_s_own_approximate_kv_is_marked():
     assert [block.get("generation") for block in blocks] == [None, None, None, 2, None]
 
 
+def test_a_run_says_how_much_of_it_is_read_in_its_donor_s_pages():
+    spans = (Span(4, 40, "8", 2, shared=32), Span(50, 9, "9", 10))
+    lent = replace(record(3, random_tokens(1, 60), spans=spans), refreshed=((4, 5),))
+    blocks = prompt_view(lent, [], {}, None)["blocks"]
+    told = [(block["source"], block.get("shared")) for block in blocks]
+    assert told == [
+        ("fresh", None), ("refreshed", None), ("moved", 32), ("fresh", None), ("moved", None),
+        ("fresh", None),
+    ]  # fmt: skip
+
+
 def test_a_donor_that_was_healed_meanwhile_is_still_named():
     text = random_tokens(1, 60)
     approximate = record(1, [*range(10), *text], spans=(Span(2, 4, "1", 30),))
