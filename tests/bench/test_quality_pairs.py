@@ -119,6 +119,13 @@ def test_a_rerun_reuses_nothing_and_differs_by_rounding_at_most(model: LoadedMod
     assert pair.kl < 1e-9
 
 
+def test_rounded_reuses_nothing_and_differs_by_its_rounding(model: LoadedModel) -> None:
+    [variant] = parse_variants("rounded")
+    (pair,) = run(model, [variant], CASE).pairs[variant]
+    assert (pair.reused, pair.fired) == (0, False)
+    assert 1e-9 < pair.kl < 0.01
+
+
 def test_no_case_profits_from_an_earlier_one(model: LoadedModel) -> None:
     stranger = Case((tokens(7, 100),), RECIPIENT, "?")
     found = run(model, [COPY], CASE, CASE, stranger)

@@ -47,6 +47,7 @@ def strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     asks = Strategy(question=8.0, stops=(Stop(0),))
     monkeypatch.setitem(recompute.STRATEGIES, "asks", asks)
     monkeypatch.setitem(recompute.STRATEGIES, "stops", Strategy(stops=stops))
+    monkeypatch.setitem(recompute.STRATEGIES, "enters", replace(asks, entry=2.0))
     monkeypatch.setitem(recompute.STRATEGIES, "both", Strategy(question=0.5, stops=stops))
 
 
@@ -135,6 +136,18 @@ def test_fewer_and_fewer_tokens_go_on_and_nothing_else_is_written(loaded, strate
     assert lab.chosen == written[-1] - fresh
     assert all(fresh <= some for some in written)
     assert all(later <= earlier for earlier, later in pairwise(written))
+
+
+def test_only_those_that_the_question_attends_to_enter(loaded):
+    lab = Lab(loaded)
+    fresh = set(np.r_[0:10, 50:60].tolist())
+    lab.recomputed("enters", 6)
+    entered, chosen = set(lab.written(0).tolist()) - fresh, lab.chosen
+    assert (len(entered), len(chosen)) == (12, 6)
+    assert chosen < entered
+    lab = Lab(loaded)
+    lab.recomputed("enters", 40)
+    assert len(lab.chosen) == 40
 
 
 def test_those_who_deviate_most_stay(loaded):

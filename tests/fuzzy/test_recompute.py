@@ -94,6 +94,22 @@ def test_nothing_and_everything(strategy):
     assert (plan.served, plan.recomputed) == (0, 440)
 
 
+@pytest.mark.parametrize("continued", [0, 1])
+def test_of_three_spans_behind_other_text_the_pass_chooses_a_share(continued):
+    """By default; of fewer, their first tokens are computed again and nothing else."""
+    spans = tuple(Span(100 * at, 90, str(at), 7) for at in range(3))
+    recompute, deferred = choose(spans, None, "mix", 32, spans[:continued])
+    if continued:
+        assert (len(recompute), deferred) == (2 * 32, None)
+    else:
+        assert (len(recompute), deferred) == (3 * 8, DeferredRecompute("mix", round(0.08 * 270)))
+    recompute, deferred = choose(spans, None, "seams", 32, spans[:continued])
+    assert (len(recompute), deferred) == ((3 - continued) * 32, None)
+    assert choose(spans, 0.0, "mix", 32)[1] is None
+    recompute, deferred = choose(spans, None, "mix", 0)
+    assert (len(recompute), deferred) == (0, None)
+
+
 def test_a_screened_plan_looks_at_everything_behind_the_exact_prefix():
     plan = Plan(600, 8, EDITED, np.array([115, 116], np.int32), DeferredRecompute("mix", 30))
     assert plan.compute.tolist() == list(range(8, 600))

@@ -27,7 +27,11 @@ class FuzzyConfig:
     max_share: float = flag(
         1.0, "Most of a prompt that moved spans may serve; 0: exact reuse only."
     )
-    refresh: float = flag(0.0, "Share of moved tokens that is computed again: 0 none, 1 all.")
+    refresh: float | None = flag(
+        None,
+        "Share of moved tokens that is computed again: 0 none, 1 all; without it, some where a "
+        "prompt holds three moved spans or more, and none elsewhere.",
+    )
     refresh_strategy: str = flag(
         "mix", "How the tokens to compute again are chosen.", choices="fuzzy-refresh-strategies"
     )
@@ -106,7 +110,8 @@ class FuzzyConfig:
         )
         found += positive(self, "semantic_budget_ms", "semantic_index_tokens")
         found += positive(self, "semantic_min_span", "session_seconds")
-        found += share(self, "min_reuse_ratio", "max_share", "refresh")
+        found += share(self, "min_reuse_ratio", "max_share")
+        found += share(self, *(["refresh"] if self.refresh is not None else []))
         found += share(self, "semantic_threshold", "semantic_max_share")
         for name in (
             "self_check_max_kl",

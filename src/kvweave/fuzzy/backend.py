@@ -287,11 +287,11 @@ class FuzzyCache(RadixCache):
 
     def _allows(self, view: RequestView) -> bool:
         # A bound on the exact prefix means that the tokens behind it must be computed.
-        wanted = self._config.max_share > 0 and self._share(view) < 1
+        wanted = self._config.max_share > 0 and self._share(view) != 1
         return view.fuzzy and view.max_exact is None and wanted
 
-    def _share(self, view: RequestView) -> float:
-        """The share of moved tokens to recompute; at 1, nothing is moved."""
+    def _share(self, view: RequestView) -> float | None:
+        """The share of moved tokens to recompute; at 1, nothing is moved. None: by the spans."""
         return self._config.refresh if view.recompute is None else view.recompute
 
     def _is_healed(self, view: RequestView, exact: int) -> bool:

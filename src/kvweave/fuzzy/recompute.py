@@ -19,6 +19,11 @@ from kvweave.prefix.plan import BoolArray, DeferredRecompute, Span, Tier
 
 _FOLLOWERS = 8
 """Tokens after a place where the prompt differs from its donor that come first in any budget."""
+_MANY = 3
+"""From so many spans on whose text before them changed, more than their first tokens matters."""
+_SHARE_OF_MANY = 0.08
+BESIDE_CHOICE = 8
+"""First tokens of each of them that are computed again, where the pass chooses that share."""
 _EDIT = 64
 """The longest such place: a longer one is other text, and not another fact in the same text."""
 
@@ -38,11 +43,14 @@ class Strategy:
     stops: where the keys and values computed so far are compared with the moved ones, the tokens
     that deviate least falling out; without stops, closeness to the seam before it counts. question:
     the power of the attention that the prompt's last fresh tokens pay to it when all that is moved
-    is taken as it is, by which the deviation is multiplied; 0: it is never worked out.
+    is taken as it is, by which the deviation is multiplied; 0: it is never worked out. entry: how
+    many times the budget go through the first layers, those with the most of that attention; 0:
+    all.
     """
 
     stops: tuple[Stop, ...] = ()
     question: float = 0.0
+    entry: float = 0.0
 
     @property
     def deferred(self) -> bool:
@@ -64,6 +72,7 @@ SEAMS = "seams"
 STRATEGIES = {
     "mix": Strategy(
         question=0.75,
+        entry=3.0,
         stops=(Stop(1 / 15, 2.5), Stop(1 / 6, 1.3), Stop(0.3), Stop(0.5, 0.7), Stop(5 / 6, 0.3)),
     ),
     "deviation": Strategy(stops=(Stop(0),)),
@@ -73,7 +82,7 @@ STRATEGIES = {
 
 def choose(
     spans: Sequence[Span],
-    share: float,
+    share: float | None,
     strategy: str,
     seam_tokens: int = 0,
     continued: Collection[Span] = (),
@@ -82,6 +91,8 @@ def choose(
 
     The first `seam_tokens` of every moved span are computed again, up to half of it, except for
     spans in `continued`, whose nearest earlier text is the donor's own. They come beside `share`.
+    A share of None depends on the number of those spans: of many, the pass chooses some tokens, and
+    fewer first ones are computed again. It is 0 without `seam_tokens`.
     Tokens just behind an edit come first in the share whatever the strategy: they would carry the
     donor's fact into the recipient's answer. Paraphrases are served whole, as they were verified:
     a mix of two wordings may have a meaning that neither has.
@@ -90,13 +101,18 @@ def choose(
     if not spans:
         return np.zeros(0, np.int32), None
     lengths = np.array([span.length for span in spans])
-    seams = np.array([0 if span in continued else seam_tokens for span in spans])
-    seams = np.minimum(seams, lengths // 2)
+    ahead = np.array([span not in continued for span in spans])
+    deferred = STRATEGIES[strategy].deferred
+    if share is None:
+        many = deferred and seam_tokens > 0 and int(ahead.sum()) >= _MANY
+        share = _SHARE_OF_MANY if many else 0.0
+        seam_tokens = min(seam_tokens, BESIDE_CHOICE) if many else seam_tokens
+    seams = np.minimum(seam_tokens * ahead, lengths // 2)
     budget = round(share * int(lengths.sum()))
     edits = np.minimum(lengths, _FOLLOWERS) * _edited(spans)
     heads = np.maximum(seams, _levelled(np.zeros_like(lengths), edits, budget))
     total = min(budget + int(seams.sum()), int(lengths.sum()))
-    if not STRATEGIES[strategy].deferred:
+    if not deferred:
         return _first(spans, _levelled(heads, lengths, total) if budget else heads), None
     left = total - int(heads.sum()) if budget else 0
     return _first(spans, heads), DeferredRecompute(strategy, left) if left > 0 else None

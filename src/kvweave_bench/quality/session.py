@@ -118,6 +118,8 @@ class Session:
         `slots`: the pool's size in tokens.
         """
         backend = backend if variant is None else variant.backend
+        if variant is not None:
+            loaded = variant.of(loaded)
         config = EngineConfig(
             model=model,
             cache=CacheConfig(prefix_cache_backend=backend, max_total_tokens=slots),

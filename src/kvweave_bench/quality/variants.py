@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from kvweave.config import FuzzyConfig, SchedulerConfig
 from kvweave.errors import KvweaveError
+from kvweave.fuzzy.recompute import BESIDE_CHOICE, STRATEGIES
 from kvweave.kv.relocation import KVMover, MoveRun, TensorMover
 from kvweave.kv.tensors import KVTensors
+from kvweave.models import LoadedModel
 
 COPY, RERUN, ZERO_MASK, UNROTATED = "copy", "rerun", "zero-mask", "unrotated"
-DEFAULT = "default"
+DEFAULT, ROUNDED = "default", "rounded"
 ABLATIONS = (ZERO_MASK, UNROTATED)
-_WITHOUT_BUDGET = (COPY, DEFAULT, RERUN, *ABLATIONS)
+_WITHOUT_BUDGET = (COPY, DEFAULT, RERUN, ROUNDED, *ABLATIONS)
 _MASKED_SHARE = 0.15
 _RERUN_CHUNK = 192
 
@@ -27,7 +31,8 @@ class Variant:
     ablations, which a server does not offer: `zero-mask` blanks the outermost layers of what is
     moved, `unrotated` leaves keys turned as they were at the donor's positions. `rerun` reuses
     nothing: the same prompt is computed again, in chunks of another size, which is the noise that
-    any busy server makes.
+    any busy server makes. `rounded` reuses nothing either, and its keys and values are kept as
+    bfloat16: the divergence that any change of rounding makes, to read the others' beside it.
     """
 
     strategy: str
@@ -39,19 +44,28 @@ class Variant:
 
     @property
     def backend(self) -> str:
-        return "none" if self.strategy == RERUN else "fuzzy_match"
+        return "none" if self.strategy in (RERUN, ROUNDED) else "fuzzy_match"
 
     @property
     def ablation(self) -> bool:
-        return self.strategy in ABLATIONS
+        """Nothing that a server offers, or no reuse."""
+        return self.strategy in (*ABLATIONS, ROUNDED)
+
+    def of(self, loaded: LoadedModel) -> LoadedModel:
+        """The model as this variant's engine has it."""
+        return replace(loaded, kv_dtype=torch.bfloat16) if self.strategy == ROUNDED else loaded
 
     @property
     def fuzzy(self) -> FuzzyConfig:
-        changes: dict[str, Any] = {} if self.strategy == DEFAULT else {"refresh_tokens": 0}
+        if self.strategy == DEFAULT:
+            return FuzzyConfig()
+        changes: dict[str, Any] = {"refresh": self.budget}
         if self.ablation:
             changes["share_span"] = 0  # they change what is copied
         if self.strategy not in _WITHOUT_BUDGET:
-            changes |= {"refresh": self.budget, "refresh_strategy": self.strategy}
+            changes["refresh_strategy"] = self.strategy
+        deferred = self.strategy in STRATEGIES and STRATEGIES[self.strategy].deferred
+        changes["refresh_tokens"] = BESIDE_CHOICE if deferred and self.budget else 0
         return replace(FuzzyConfig(), **changes)
 
     @property

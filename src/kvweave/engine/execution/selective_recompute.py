@@ -258,7 +258,10 @@ class _Row:
             mass = question.mass(row)[torch.from_numpy(batch.positions[at])]
             weight = (mass / mass.mean().clamp_min(_TINY)) ** strategy.question
         stops = strategy.stops_by_layer(layers)
-        return cls(torch.from_numpy(at), weight, budget, len(at), stops)
+        found = cls(torch.from_numpy(at), weight, budget, len(at), stops)
+        if strategy.entry and question is not None and row in question.rows:
+            found.keep(torch.ones(len(at)), found.count(strategy.entry))
+        return found
 
     def count(self, keep: float) -> int:
         """How many go on at a stop: all if the budget is all, and never none.
