@@ -36,7 +36,10 @@ class Setting:
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        return ModelConfig(model=self.options.model, quantization=self.options.quantization)
+        # Not `auto`, so that float models give the same figures on every processor.
+        return ModelConfig(
+            model=self.options.model, quantization=self.options.quantization, dtype="float32"
+        )
 
     @cached_property
     def loaded(self) -> LoadedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -59,3 +60,46 @@ def test_nothing_is_packed_where_packing_does_not_work(monkeypatch: pytest.Monke
 
 def test_freed_memory_is_kept_with_glibc_and_only_there() -> None:
     assert cpu.keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
+
+
+@pytest.fixture
+def measured() -> Iterator[None]:
+    """Forgets what this process has measured, before and after."""
+    cpu.faster_dtype.cache_clear()
+    yield
+    cpu.faster_dtype.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("amx", "avx512_bf16", "speedups", "expected"),
+    [
+        (False, False, [9.0, 9.0], torch.float32),
+        (True, False, [1.9, 8.0], torch.bfloat16),
+        (False, True, [1.5, 1.2], torch.bfloat16),
+        (True, True, [3.0, 1.05], torch.float32),  # slower, or as good as, for many rows
+    ],
+)
+@pytest.mark.usefixtures("measured")
+def test_the_processor_and_a_measurement_choose_the_number_type(
+    monkeypatch: pytest.MonkeyPatch,
+    amx: bool,
+    avx512_bf16: bool,
+    speedups: list[float],
+    expected: torch.dtype,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(cpu, "_speedups", lambda: speedups)
+    dtype, because = cpu.faster_dtype()
+    assert dtype == expected
+    if amx or avx512_bf16:
+        assert f"{min(speedups):.1f} times" in because
+        assert ("AMX" if amx else "AVX512-BF16") in because
+    else:
+        assert "no products of bfloat16" in because
+
+
+def test_what_is_measured_are_ratios() -> None:
+    found = cpu._speedups()
+    assert len(found) == 2
+    assert all(0 < each < 1000 for each in found)

@@ -15,8 +15,9 @@ from transformers import PreTrainedConfig
 from kvweave import LLM, SamplingParams
 from kvweave.config import ModelConfig
 from kvweave.errors import ConfigError, UnsupportedModelError
-from kvweave.models import LoadedModel, hooks, load_model
+from kvweave.models import LoadedModel, cpu, hooks, load_model
 from kvweave.models.load import context_length_of
+from kvweave.server.model_card import card_of
 from support.tinymodels import CONTEXT, REFUSED, TINY, VOCABULARY, random_model, save
 
 REASONS = {
@@ -331,3 +332,27 @@ def test_random_models_are_not_degenerate() -> None:
     with torch.inference_mode():
         logits = model(input_ids=torch.arange(12)[None]).logits[0]
     assert logits.std(dim=0).mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("width", "settings", "expected"),
+    [
+        (256, {}, torch.bfloat16),
+        (64, {}, torch.float32),  # too small to gain
+        (256, {"dtype": "float32"}, torch.float32),
+        (256, {"quantization": "int8"}, torch.float32),
+    ],
+)
+def test_auto_takes_the_faster_number_type_for_float_weights(
+    tmp_path, monkeypatch, width, settings, expected
+):
+    monkeypatch.setattr(cpu, "faster_dtype", lambda: (torch.bfloat16, "it is faster"))
+    config = TINY["llama"]()
+    config.hidden_size = width
+    folder = save(config, tmp_path / "model")
+    loaded = load_model(ModelConfig(model=str(folder), device="cpu", **settings))
+    assert loaded.dtype == expected
+    assert loaded.kv_dtype == expected
+    assert loaded.dtype_because
+    assert (loaded.dtype_because == "it is faster") == (expected == torch.bfloat16)
+    assert card_of(loaded).facts()["dtype_because"] == loaded.dtype_because

@@ -33,7 +33,9 @@ class ModelConfig:
         None, "Name that clients use, or several: a,b; the model's own without it."
     )
     dtype: str = flag(
-        "auto", "Number type of weights and KV.", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "Number type of weights and KV; on a CPU, auto takes the faster one for float weights.",
+        choices=("auto", "float32", "bfloat16"),
     )
     quantization: str = flag(
         "auto",

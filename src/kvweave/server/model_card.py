@@ -35,6 +35,8 @@ class ModelCard:
     """What the model's generation_config sets of SamplingParams."""
     number_types: str = ""
     """Of arithmetic and weights, as in "float32, int4 and int8 weights"."""
+    dtype_because: str = ""
+    """Why arithmetic has that type."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def require(self, name: str | None) -> None:
@@ -75,6 +77,7 @@ class ModelCard:
             "vocab_size": self.vocab_size,
             "kv_cache_dtype": self.kv_cache_dtype,
             "number_types": self.number_types,
+            "dtype_because": self.dtype_because,
         }
 
 
@@ -93,6 +96,7 @@ def card_of(loaded: LoadedModel, config: ModelConfig | None = None) -> ModelCard
         aliases=config.served_names[1:],
         sampling=loaded.sampling,
         number_types=loaded.number_types,
+        dtype_because=loaded.dtype_because,
     )
 
 

@@ -340,6 +340,7 @@ class ModelInfo(BaseModel):
     vocab_size: int
     kv_cache_dtype: str
     number_types: str
+    dtype_because: str
 
 
 class ServerInfo(ModelInfo):

@@ -47,7 +47,7 @@ def quantization_cost(
     """None for a model without quantised weights. Loads the model a second time."""
     if not loaded.bits:
         return None
-    plain = load_model(replace(config, quantization="none"), progress)
+    plain = load_model(replace(config, quantization="none", dtype="float32"), progress)
     texts = [case.recipient[:_LENGTH] for case in build_cases(loaded.tokenizer)[:_TEXTS]]
     divergences, losses = [], []
     same = total = 0
