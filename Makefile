@@ -10,7 +10,7 @@ SERVE_FLAGS ?=
 
 WHEEL_PYTHON ?= $(PYTHON)
 
-.PHONY: serve test docs wheel test-wheel models-page test-router test-sglang test-ray test-semblend check unit install model texts bench \
+.PHONY: serve test docs wheel test-wheel models-page test-router test-sglang test-ray test-semblend test-agents check unit install model texts bench \
 	bench-routing soak clean
 .DEFAULT_GOAL := help
 
@@ -24,6 +24,7 @@ help:
 	@echo "make test-sglang   the plug-in's tests in SGLang itself, which it installs (3.4 GB)"
 	@echo "make test-ray      the tests with Ray Serve, which it installs"
 	@echo "make test-semblend the tests with semblend, which it installs"
+	@echo "make test-agents   agents' packages in long conversations with the packaged model, likewise"
 	@echo "make bench-routing routers compared; installs Ray and SGLang's router"
 	@echo "make docs    the pages of docs/ as a site, into build/site"
 	@echo "make models-page   which models start, and whose KV moves, into docs/models.md (half an hour)"
@@ -122,6 +123,11 @@ test-ray: install
 test-semblend: model
 	$(BIN)/pip install -q "semblend==0.3.25" "sentence-transformers>=3"
 	$(BIN)/python -m pytest tests/engine/test_engine_semblend.py tests/paraphrase/test_semblend.py
+
+# Agents' packages against a real server; likewise. litellm would load a list of prices from the net.
+test-agents: model
+	$(BIN)/pip install -q -e ".[agents]"
+	LITELLM_LOCAL_MODEL_COST_MAP=True $(BIN)/python -m pytest -rs tests/agents
 
 # Our router against round robin, Ray's and SGLang's; not part of `make bench`, which needs neither.
 bench-routing: model

@@ -124,9 +124,9 @@ TOOL_CALL_PARSERS = (
     "pythonic",
     "json",
 )
-"""Keys of `kvweave.server.tool_parsers.TOOL_PARSERS`."""
+"""Keys of `kvweave.server.tool_forms.TOOL_PARSERS`."""
 REASONING_PARSERS = ("deepseek-r1", "qwen3", "qwen3-thinking", "glm45", "kimi")
-"""Keys of `kvweave.server.tool_parsers.REASONING_PARSERS`."""
+"""Keys of `kvweave.server.tool_forms.REASONING_PARSERS`."""
 
 _CHOICES: Mapping[str, Callable[[], tuple[str, ...]]] = {
     "prefix-cache-backends": lambda: tuple(BACKENDS),

@@ -17,7 +17,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.sampling.grammar import GrammarCompiler
 from kvweave.engine.sampling.logits import mask_logits
 from kvweave.engine.types import Completion, GenerateRequest, GrammarSpec, SamplingParams
-from kvweave.errors import RequestError
+from kvweave.errors import KvweaveError, RequestError
 from support.enginekit import answer_of
 from support.tinymodels import byte_tokenizer
 
@@ -216,3 +216,30 @@ def test_others_get_tokens_while_a_grammar_is_compiled(tiny, monkeypatch):
     snapshot = asyncio.run(scenario())
     assert snapshot.running == snapshot.waiting == snapshot.used_tokens == 0
     assert snapshot.requests == 3
+
+
+def test_masks_that_are_computed_ahead_are_those_of_their_place():
+    """In every order of calls: after a token, of a twin, and of the matcher that was copied."""
+    tokenizer = byte_tokenizer()
+    compiler = GrammarCompiler(tokenizer, 261, [257])
+    compiled = compiler.compile(PATTERN)
+    walk = tokenizer.convert_tokens_to_ids(list("abcab"))
+    b, c = walk[1:3]
+
+    def fresh(tokens):
+        matcher = compiler.matcher(compiled, [257])
+        for token in tokens:
+            matcher.accept(token)
+        return matcher.mask().copy()
+
+    matcher = compiler.matcher(compiled, [257])
+    for place, token in enumerate(walk):
+        assert matcher.allowed_run([token, 257]) >= 1
+        twin = matcher.twin()
+        twin.accept(b if token == b else c)
+        matcher.accept(token)
+        assert (twin.mask() == fresh([*walk[:place], b if token == b else c])).all()
+        assert (matcher.mask() == fresh(walk[: place + 1])).all()
+        assert (matcher.mask() == matcher.twin().mask()).all()
+    with pytest.raises(KvweaveError, match="cannot go on"):
+        matcher.accept(walk[1])

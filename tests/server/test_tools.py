@@ -200,3 +200,22 @@ def test_every_field_reaches_the_engine_as_a_grammar(client, engine):
     ):
         reply = say(client, **more)
         assert reply.json()["error"]["param"] in more
+
+
+def test_an_enforced_call_that_is_cut_off_is_no_text(ai, engine):
+    engine.answer = lambda request, index: CALLS.removeprefix("Well.\n")[:101]
+    for more in ({}, {"tool_choice": "required"}):
+        message = chat(ai, max_tokens=99, **more).choices[0].message
+        (call,) = message.tool_calls
+        assert call.function.name == "look"
+        assert message.content == (None if more else '<tool_call>\n{"name": "ad')
+        streamed = joined(chat(ai, max_tokens=99, stream=True, **more))
+        assert streamed[0] == (message.content or "")
+
+
+@pytest.mark.parametrize("text", [CALLS, CALLS.removeprefix("Well.\n"), ""])
+def test_a_streams_content_is_null_where_the_answers_is(ai, engine, text):
+    engine.answer = lambda request, index: text
+    plain = chat(ai).choices[0].message.content
+    with ai.chat.completions.stream(model="toy", messages=ASKED, tools=[LOOK, ADD]) as stream:
+        assert stream.get_final_completion().choices[0].message.content == plain

@@ -11,16 +11,16 @@ from kvweave.engine.types import GrammarSpec, SamplingParams
 from kvweave.plugins import AUTO, NO_PARSER
 from kvweave.server.grammars import behind_reasoning, call_grammar, call_spec
 from kvweave.server.prompts import PromptReader
-from kvweave.server.tool_parsers import (
+from kvweave.server.reasoning_parser import ReasoningParser
+from kvweave.server.tool_forms import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     JsonCalls,
     Reasoning,
-    ReasoningParser,
     WholeCalls,
-    make_tool_parser,
 )
-from kvweave.server.tools import AnswerParser, AnswerPlan, ToolChoice
+from kvweave.server.tool_parsers import make_tool_parser
+from kvweave.server.tools import AnswerParser, AnswerPlan, CallsOnly, ToolChoice
 
 NO_TOOLS = ToolChoice()
 _TAIL = 32
@@ -133,6 +133,8 @@ def _parser(
     parser = AnswerParser()
     if choice.tools and form is not None:
         parser = make_tool_parser(form, {tool["function"]["name"] for tool in choice.offered})
+        if choice.enforced:
+            parser = CallsOnly(parser)
     return parser if split is None else ReasoningParser(split, opened=opened, then=parser)
 
 

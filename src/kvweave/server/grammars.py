@@ -10,7 +10,7 @@ from typing import Any
 from kvweave.engine.sampling.grammar import enforceable
 from kvweave.engine.types import GrammarSpec
 from kvweave.errors import RequestError
-from kvweave.server.tool_parsers import JsonCalls, Reasoning
+from kvweave.server.tool_forms import JsonCalls, Reasoning
 from kvweave.server.tools import MAX_CALLS
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}

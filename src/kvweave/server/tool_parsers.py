@@ -1,4 +1,4 @@
-"""Parsers that find tool calls and reasoning in answers, as each family of models writes them.
+"""Parsers that find tool calls in answers, as each family of models writes them.
 
 A parser gets an answer piece by piece. What it makes of the whole depends on the whole text only,
 not on where the pieces end. Text that only looks like a call stays text. A call is one once its
@@ -7,64 +7,13 @@ name is among the request's tools and its arguments have begun; from then on the
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
 
-from kvweave.server.tools import (
-    AnswerParser,
-    AnswerPart,
-    CallPart,
-    ReasoningPart,
-    TextPart,
-    call_id,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class JsonCalls:
-    """A family that writes a call as a JSON object with its name and arguments."""
-
-    begin: str = ""
-    """Stands before a call, or before all of them; "": calls are at the start of the answer."""
-    end: str = ""
-    arguments: str = "arguments"
-    """Its key; the other usual ones are read too."""
-    between: str = ""
-    """What is written between two calls of one answer."""
-    listed: bool = False
-    """Calls stand in one JSON list."""
-    named: bool = False
-    """A call may also be its name followed by the object of its arguments."""
-    optional_begin: str = ""
-    """May stand before the first call, anywhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class WholeCalls:
-    """A family whose calls are read once the text from `begin` to `end` is complete."""
-
-    begin: str
-    end: str
-    read: Callable[[str], list[tuple[str, dict[str, Any]]] | None]
-    """The calls in what stands between, or None if it is no call."""
-    at_start: bool = False
-    """Only at the start of the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """A family that marks what it writes for itself."""
-
-    begin: str = "<think>"
-    end: str = "</think>"
-    opened: bool = False
-    """The answer begins inside, even if neither the prompt nor the answer holds the mark."""
-
+from kvweave.server.tool_forms import JsonCalls, WholeCalls
+from kvweave.server.tools import AnswerParser, AnswerPart, CallPart, TextPart, call_id, overlap
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -297,7 +246,7 @@ class _ToolParser(AnswerParser, ABC):
             self._held, self._inside = self._held[at:], True
             self._start(begin)
             return True
-        keep = max((_overlap(self._held, begin) for begin in self._begins), default=0)
+        keep = max((overlap(self._held, begin) for begin in self._begins), default=0)
         certain = self._held[: len(self._held) - keep].rstrip()
         self._tell(parts, certain)
         self._held = self._held[len(certain) :]
@@ -340,14 +289,6 @@ class _ToolParser(AnswerParser, ABC):
     @abstractmethod
     def _end(self, parts: list[AnswerPart]) -> None:
         """Nothing follows; `_held` must get shorter."""
-
-
-def _overlap(text: str, begin: str) -> int:
-    """How long a proper beginning of `begin` the text ends with."""
-    for length in range(min(len(begin) - 1, len(text)), 0, -1):
-        if text.endswith(begin[:length]):
-            return length
-    return 0
 
 
 class JsonToolParser(_ToolParser):
@@ -484,137 +425,6 @@ class WholeToolParser(_ToolParser):
 
     def _end(self, parts: list[AnswerPart]) -> None:
         self._give_up(parts, len(self._form.begin))
-
-
-def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """`f(a=1), g(b="x")`, as Llama 4 and others write calls."""
-    try:
-        body = ast.parse(f"[{text}]", mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    calls = []
-    for node in body.elts if isinstance(body, ast.List) else ():
-        if not isinstance(node, ast.Call) or node.args:
-            return None
-        try:
-            arguments = {each.arg or "": ast.literal_eval(each.value) for each in node.keywords}
-            json.dumps(arguments)
-        except (ValueError, TypeError, RecursionError):
-            return None
-        calls.append((ast.unparse(node.func), arguments))
-    return calls
-
-
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-
-
-def _tagged_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """`<function=f><parameter=a>1</parameter></function>`, as Qwen3-Coder writes calls."""
-    found = _FUNCTION.fullmatch(text)
-    if found is None:
-        return None
-    arguments: dict[str, Any] = {}
-    for name, value in _PARAMETER.findall(found[2]):
-        try:
-            arguments[name] = json.loads(value)
-        except (ValueError, RecursionError):
-            arguments[name] = value
-    return [(found[1].strip(), arguments)]
-
-
-_HERMES = JsonCalls("<tool_call>", "</tool_call>", between="\n")
-TOOL_PARSERS: dict[str, JsonCalls | WholeCalls] = {
-    "hermes": _HERMES,
-    "qwen": _HERMES,
-    "qwen25": _HERMES,
-    "qwen3_coder": WholeCalls("<tool_call>", "</tool_call>", _tagged_calls),
-    "llama3": JsonCalls(arguments="parameters", between="; ", optional_begin="<|python_tag|>"),
-    "mistral": JsonCalls("[TOOL_CALLS]", between=", ", listed=True, named=True),
-    "pythonic": WholeCalls("[", "]", _python_calls, at_start=True),
-    "json": JsonCalls(between=", ", listed=True),
-}
-REASONING_PARSERS: dict[str, Reasoning] = {
-    "deepseek-r1": Reasoning(opened=True),
-    "qwen3": Reasoning(),
-    "qwen3-thinking": Reasoning(opened=True),
-    "glm45": Reasoning(),
-    "kimi": Reasoning("◁think▷", "◁/think▷"),
-}
-
-
-class ReasoningParser(AnswerParser):
-    """Splits the reasoning off, and hands what follows to `then`."""
-
-    def __init__(self, form: Reasoning, *, opened: bool, then: AnswerParser) -> None:
-        """`opened`: the answer begins inside the reasoning."""
-        self._form = form
-        self._then = then
-        self._held = ""
-        self._state = "inside" if opened else "before"
-
-    def feed(self, text: str) -> list[AnswerPart]:
-        if self._state == "after":
-            return self._then.feed(text)
-        self._held += text
-        if self._state == "before" and not self._begin():
-            return []
-        if self._state == "after":
-            held, self._held = self._held, ""
-            return self._then.feed(held)
-        return self._inside()
-
-    def finish(self) -> list[AnswerPart]:
-        held, self._held = self._held, ""
-        if self._state == "inside":
-            return [*_reasoning(held.rstrip()), *self._then.finish()]
-        return [*self._then.feed(held), *self._then.finish()]
-
-    def _begin(self) -> bool:
-        """Whether it is settled if the answer begins with reasoning."""
-        bare, begin = self._held.lstrip(), self._form.begin
-        if len(bare) < len(begin) and begin.startswith(bare):
-            return False
-        self._state = "after"
-        if bare.startswith(begin):
-            self._state, self._held = "inside", bare[len(begin) :]
-        return True
-
-    def _inside(self) -> list[AnswerPart]:
-        # A model whose prompt opened its reasoning may open it once more.
-        end = self._form.end
-        at = self._held.find(end)
-        if at < 0:
-            keep = _overlap(self._held, end)
-            certain = self._held[: len(self._held) - keep].rstrip()
-            self._held = self._held[len(certain) :]
-            return _reasoning(certain)
-        reasoning, rest = self._held[:at].rstrip(), self._held[at + len(end) :]
-        self._held = ""
-        self._then = _WithoutLeadingSpace(self._then)
-        self._state = "after"
-        return [*_reasoning(reasoning), *self._then.feed(rest)]
-
-
-def _reasoning(text: str) -> list[AnswerPart]:
-    return [ReasoningPart(text)] if text else []
-
-
-class _WithoutLeadingSpace(AnswerParser):
-    """The answer after reasoning: its first line breaks belong to neither."""
-
-    def __init__(self, then: AnswerParser) -> None:
-        self._then = then
-        self._begun = False
-
-    def feed(self, text: str) -> list[AnswerPart]:
-        if not self._begun:
-            text = text.lstrip()
-            self._begun = bool(text)
-        return self._then.feed(text)
-
-    def finish(self) -> list[AnswerPart]:
-        return self._then.finish()
 
 
 def make_tool_parser(form: JsonCalls | WholeCalls, tools: Collection[str]) -> AnswerParser:

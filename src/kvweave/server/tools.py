@@ -88,6 +88,27 @@ class AnswerParser:
         return []
 
 
+class CallsOnly(AnswerParser):
+    """An answer whose calls are enforced: other text is the start of a call that was cut off."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        return [part for part in self._parser.feed(text) if not isinstance(part, TextPart)]
+
+    def finish(self) -> list[AnswerPart]:
+        return [part for part in self._parser.finish() if not isinstance(part, TextPart)]
+
+
+def overlap(text: str, begin: str) -> int:
+    """How long a proper beginning of `begin` the text ends with."""
+    for length in range(min(len(begin) - 1, len(text)), 0, -1):
+        if text.endswith(begin[:length]):
+            return length
+    return 0
+
+
 def parse(parser: AnswerParser, text: str) -> ParsedAnswer:
     """A whole answer at once."""
     answer = ParsedAnswer()

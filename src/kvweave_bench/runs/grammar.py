@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,8 @@ def _validator(schema: Any) -> Any:
 
 def _is_valid(schema: Any, text: str) -> bool:
     try:
-        return bool(_validator(schema).is_valid(json.loads(text)))
+        # As a float, a number like 1e999 would be none that JSON has.
+        return bool(_validator(schema).is_valid(json.loads(text, parse_float=Decimal)))
     except ValueError:
         return False
 

@@ -265,22 +265,18 @@ def mask_logits(
     Returns errors by row: they concern that row only.
     """
     errors: dict[int, Exception] = {}
+    rows, vocabulary = logits.shape
     if not matchers:
         return errors
-    masks = np.zeros((len(matchers), matchers[0][1].words), np.int32)
-    for mask, (row, matcher) in zip(masks, matchers, strict=True):
+    forbidden = np.zeros((rows, -(-vocabulary // 32)), np.int32)
+    for row, matcher in matchers:
         try:
-            matcher.fill(mask)
+            np.invert(matcher.mask()[: forbidden.shape[-1]], out=forbidden[row])
         except Exception as error:
             errors[row] = error
-    vocabulary = logits.shape[-1]
-    bits = np.unpackbits(masks.view(np.uint8), axis=-1, count=vocabulary, bitorder="little")
-    forbidden = torch.from_numpy(bits == 0).to(logits.device)
-    if len(matchers) == len(logits):
-        logits.masked_fill_(forbidden, -torch.inf)
-    else:
-        rows = [row for row, _ in matchers]
-        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+            forbidden[row] = -1
+    bits = np.unpackbits(forbidden.view(np.uint8), axis=-1, count=vocabulary, bitorder="little")
+    logits.masked_fill_(torch.from_numpy(bits.view(np.bool_)).to(logits.device), -torch.inf)
     return errors
 
 

@@ -36,7 +36,11 @@ def chat_router(service: Service) -> APIRouter:
     async def create_chat_completion(body: ChatBody) -> Response:
         chat = await start_chat(service, body)
         form = _ChatFormat(
-            service.texts, chat.plan, scored=bool(body.logprobs), reasons=body.include_reasoning
+            service.texts,
+            chat.plan,
+            scored=bool(body.logprobs),
+            reasons=body.include_reasoning,
+            may_call=bool(body.tools),
         )
         return service.respond(chat.generation, body, form, id_prefix="chatcmpl-", notes=chat.notes)
 
@@ -49,13 +53,20 @@ class _ChatFormat:
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, texts: TokenTexts, plan: AnswerPlan, *, scored: bool, reasons: bool = True
+        self,
+        texts: TokenTexts,
+        plan: AnswerPlan,
+        *,
+        scored: bool,
+        reasons: bool = True,
+        may_call: bool = False,
     ) -> None:
-        """`reasons`: reasoning is shown, apart from the content."""
+        """`reasons`: reasoning is shown, apart from the content; `may_call`: there are tools."""
         self._texts = texts
         self._make_parser = plan.make_parser
         self._scored = scored
         self._reasons = reasons
+        self._may_call = may_call
         self._parsers: dict[int, AnswerParser] = {}
         self._calling: set[int] = set()
         """Answers that hold a call."""
@@ -87,7 +98,9 @@ class _ChatFormat:
         index, parser = delta.index, self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[index] = self._make_parser()
-            yield index, self._piece({"role": "assistant", "content": "", "refusal": None})
+            # A message of calls alone has no content, and what follows is not known yet.
+            content = None if self._may_call else ""
+            yield index, self._piece({"role": "assistant", "content": content, "refusal": None})
         parts = parser.feed(delta.text)
         if delta.finish_reason is not None:
             parts += parser.finish()
@@ -100,7 +113,8 @@ class _ChatFormat:
         if delta.finish_reason is not None:
             reason = _finish(delta.finish_reason, index in self._calling)
             end = {"finish_reason": reason, "matched_stop": delta.matched_stop}
-            yield index, {**self._piece({}), **end}
+            text = {"content": ""} if self._may_call and index not in self._calling else {}
+            yield index, {**self._piece(text), **end}
 
     def _shown(self, part: AnswerPart, index: int) -> dict[str, Any] | None:
         """A part as a stream's `delta`."""
