@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.contract import PrefixCache
-from kvweave.prefix.lease import Lease, RequestView
+from kvweave.prefix.lease import RequestView
+from kvweave.store.access import Buffers, Offloading, mean
 from kvweave.store.catalog import StoredPath
 from kvweave.store.pages import ByteArray
-from kvweave.store.speeds import OffloadCounters, PageContent, Speeds, mean
-from kvweave.store.threads import Buffers, StoreAccess
 
 log = logging.getLogger("kvweave.store")
 
@@ -27,6 +24,8 @@ _SEARCH_SECONDS = 0.1
 """For moved text; what is found by then is read."""
 _LATE_IN_A_ROW = 4
 """Requests that waited in vain, after which the folder counts as faulty."""
+_COPIED_PER_SECOND = 3e9
+"""Bytes, about: how much is copied to the cache in the time that there is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,42 +44,36 @@ class _Reading:
 
     load: _Load
     path: StoredPath
+    first: int
+    """Page with which reading begins."""
     at: int
+    began: float
+    room: IntArray
+    """Pages of the pool that it will probably get."""
+    arrived: deque[tuple[ByteArray, int, int]] = field(default_factory=deque)
+    """Buffers, and which of their pages are still to be copied; the next page comes first."""
     cancelled: bool = False
-    began: float = 0.0
-    first: int = 0
 
 
 class Loads:
     """What waiting requests can use of the store. Belongs to the engine's thread."""
 
     def __init__(
-        self,
-        access: StoreAccess,
-        cache: PrefixCache,
-        content: PageContent,
-        counters: OffloadCounters,
-        speeds: Speeds,
-        least: int,
-        shortest_span: int | None,
-        patience: float | None,
+        self, common: Offloading, shortest_span: int | None, patience: float | None
     ) -> None:
-        """The last four are the Offloader's."""
-        self.give_back: Callable[[Lease], None] = cache.release
-        self._access = access
-        self._cache = cache
-        self._content = content
-        self.counters = counters
-        self._speeds = speeds
-        self._least = least
+        """`shortest_span` and `patience` are the Offloader's."""
+        self._of = common
+        self._access, self._counters = common.access, common.counters
         self._shortest_span = shortest_span
         self._patience = patience
-        self._size = cache.page_size
+        self._size = common.cache.page_size
         self._loads: dict[str, _Load] = {}
         self._reading: _Reading | None = None
-        self._in = Buffers(content.page_bytes)
+        self._in = Buffers(common.content.page_bytes)
         self._late_in_a_row = 0
         self._closed = False
+        self.until = 0.0
+        """When to leave the rest of what has arrived for later (time.monotonic)."""
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -97,8 +90,8 @@ class Loads:
         limit = (len(view.tokens) - 1) // self._size * self._size
         if self._access.resting or view.max_exact is not None or not self._access.store.count:
             return
-        matched = self._cache.match(view)
-        if limit - matched < self._least:
+        matched = self._of.cache.match(view)
+        if limit - matched < self._of.least:
             return
         load = _Load(view, time.monotonic() + self._wait_for(limit - matched, _LONGEST_LOOKUP))
         self._loads[view.rid] = load
@@ -112,7 +105,7 @@ class Loads:
             return False
         if time.monotonic() < load.deadline and not self._access.resting:
             return True
-        self.counters.late_loads += 1
+        self._counters.late_loads += 1
         self._late_in_a_row += 1
         if self._late_in_a_row >= _LATE_IN_A_ROW:
             self._late_in_a_row = 0
@@ -134,12 +127,12 @@ class Loads:
         root = self._access.store.root(catalog, view.namespace)
         pages = catalog.prefix(root, tokens[:limit])
         covered, paths = len(pages) * self._size, []
-        if covered - matched >= self._least:
+        if covered - matched >= self._of.least:
             paths.append(StoredPath(tokens[:covered], pages, covered - matched))
         covered, shortest = max(covered, matched), self._shortest_span
-        if shortest is not None and view.fuzzy and len(tokens) - covered >= self._least:
+        if shortest is not None and view.fuzzy and len(tokens) - covered >= self._of.least:
             paths += catalog.spans(root, tokens, covered, shortest, _SEARCH_SECONDS)
-        return [path for path in paths if path.gain >= self._least]
+        return [path for path in paths if path.gain >= self._of.least]
 
     def _found(self, load: _Load, paths: list[StoredPath] | None) -> None:
         if paths is not None:
@@ -155,9 +148,9 @@ class Loads:
 
     def _wait_for(self, tokens: int, longest: float) -> float:
         """Seconds that a request may wait for so many tokens."""
-        if self._patience is not None or self._speeds.compute is None:
+        if self._patience is not None or self._of.speeds.compute is None:
             return longest if self._patience is None else self._patience
-        return min(longest, tokens / self._speeds.compute)
+        return min(longest, tokens / self._of.speeds.compute)
 
     def go_on(self) -> None:
         """Start to read the next path, if none is being read."""
@@ -170,26 +163,31 @@ class Loads:
                 del self._loads[load.view.rid]
                 continue
             path = load.paths.popleft()
-            first = self._cache.match(self._view(load, path.tokens)) // self._size
+            first = self._of.cache.match(self._view(load, path.tokens)) // self._size
             if first >= len(path.pages):
                 continue
             if not self._pays(len(path.pages) - first, path.gain):
-                self.counters.declined_loads += 1
+                self._counters.declined_loads += 1
                 continue
-            self.counters.loads += 1
-            self._reading = _Reading(load, path, first, began=time.monotonic(), first=first)
+            self._counters.loads += 1
+            room = self._of.cache.pool.next_free(len(path.pages) - first)
+            self._reading = _Reading(load, path, first, first, time.monotonic(), room)
             self._access.run(self._access.reader, partial(self._read, self._reading), self._read_up)
 
     def _pays(self, pages: int, gain: int) -> bool:
         """Whether to read `pages` takes less time than to compute `gain` tokens."""
-        if self._speeds.read is None or self._speeds.compute is None or self._patience is not None:
+        if (
+            self._of.speeds.read is None
+            or self._of.speeds.compute is None
+            or self._patience is not None
+        ):
             return True  # not measured yet: this load will be
-        needed = pages * self._content.page_bytes / self._speeds.read
-        return needed < gain / self._speeds.compute
+        needed = pages * self._of.content.page_bytes / self._of.speeds.read
+        return needed < gain / self._of.speeds.compute
 
     def _read(self, reading: _Reading) -> _Reading:
         """On the reader's thread: read a path, buffer by buffer, as fast as they are emptied."""
-        at, pages = reading.at, reading.path.pages
+        at, pages = reading.first, reading.path.pages
         while at < len(pages) and not reading.cancelled:
             buffer = self._in.take(0.05)
             if buffer is None:
@@ -198,43 +196,72 @@ class Loads:
             sound = 0
             try:
                 sound = self._access.store.read(some, buffer)
+                ahead = at - reading.first
+                self._of.content.populate(reading.room[ahead : ahead + sound])
             finally:
-                self._access.tell(partial(self._arrived, reading, at, sound, buffer))
+                reading.arrived.append((buffer, 0, sound))
+                self._access.tell(partial(self._arrived, reading))
             if sound < len(some):
                 self._access.tell(partial(self._is_damaged, some[sound].key))
                 break
             at += sound
         return reading
 
-    def _arrived(self, reading: _Reading, first: int, count: int, buffer: ByteArray) -> None:
-        """Copy pages that were read to the cache, behind those before them."""
+    def _arrived(self, reading: _Reading) -> None:
+        """Copy pages that were read to the cache, as many as there is time for."""
         try:
-            if count and not reading.cancelled and not self._restore(reading, first, count, buffer):
+            if not reading.cancelled and not self._restore(reading, self._affordable()):
                 reading.cancelled = True
         except Exception:
             reading.cancelled = True
             self._access.faults += 1
             log.warning("stored KV could not be taken over", exc_info=True)
-        finally:
+        while reading.arrived:
+            buffer, begin, end = reading.arrived[0]
+            if begin < end and not reading.cancelled:
+                self._access.done.appendleft(partial(self._arrived, reading))
+                return
+            reading.arrived.popleft()
             self._in.give(buffer)
 
-    def _restore(self, reading: _Reading, first: int, count: int, buffer: ByteArray) -> bool:
-        end = first + count
+    def _affordable(self) -> int:
+        """Pages that can be copied until the time is over; one at least."""
+        left = self.until - time.monotonic()
+        return max(1, int(left * _COPIED_PER_SECOND / self._of.content.page_bytes))
+
+    def _restore(self, reading: _Reading, most: int) -> bool:
+        """Give up to `most` of the pages that have arrived to the cache; False if it has no room,
+        or has evicted what comes before them."""
+        count = min(most, sum(end - begin for _, begin, end in reading.arrived))
+        if not count:
+            return True
+        end = reading.at + count
         text = reading.path.tokens[: end * self._size]
-        lease = self._cache.lease(self._view(reading.load, text))
+        cache = self._of.cache
+        lease = cache.lease(self._view(reading.load, text))
         try:
             there = len(lease.pages)
-            if there < first or not self._cache.grow(lease, end * self._size):
-                return False  # what came before was evicted, or there is no room
+            if there < reading.at or not cache.grow(lease, end * self._size):
+                return False
+            self._fill(reading, lease.pages[:end].copy(), there)
             if there < end:
-                self._content.copy_in(lease.pages[there:end].copy(), buffer[there - first : count])
-                self._cache.publish(lease, text, computed=len(text))
-                self.counters.loaded += (end - there) * self._size
+                cache.publish(lease, text, computed=len(text))
+                self._counters.loaded += (end - there) * self._size
         finally:
-            self.give_back(lease)
-        reading.at = end
+            self._of.give_back(lease)
         self._late_in_a_row = 0
         return True
+
+    def _fill(self, reading: _Reading, pages: IntArray, there: int) -> None:
+        """Copy what has arrived to `pages`, which are a text's; the first `there` have it."""
+        for which, (buffer, begin, end) in enumerate(reading.arrived):
+            stop = min(end, begin + len(pages) - reading.at)
+            skipped = min(max(0, there - reading.at), stop - begin)
+            target = pages[reading.at + skipped : reading.at + stop - begin]
+            if len(target):
+                self._of.content.copy_in(target, buffer[begin + skipped : stop])
+            reading.at += stop - begin
+            reading.arrived[which] = buffer, stop, end
 
     def _read_up(self, reading: _Reading | None) -> None:
         reading, self._reading = self._reading, None
@@ -243,10 +270,12 @@ class Loads:
         count = reading.at - reading.first
         if count:
             seconds = max(time.monotonic() - reading.began, 1e-6)
-            self._speeds.read = mean(self._speeds.read, count * self._content.page_bytes / seconds)
+            self._of.speeds.read = mean(
+                self._of.speeds.read, count * self._of.content.page_bytes / seconds
+            )
 
     def _is_damaged(self, key: str) -> None:
-        self.counters.damaged_pages += 1
+        self._counters.damaged_pages += 1
         self._access.run(
             self._access.writer,
             lambda: self._access.store.remove(self._access.catalog(), key),

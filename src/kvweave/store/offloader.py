@@ -19,14 +19,16 @@ from functools import partial
 
 from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.lease import Lease
+from kvweave.store.access import Offloading, PageContent, Speeds, StoreAccess, mean
 from kvweave.store.loads import Loads
 from kvweave.store.pages import PageFormat, PageStore
 from kvweave.store.saves import Saves
-from kvweave.store.speeds import OffloadCounters, PageContent, Speeds, mean
-from kvweave.store.threads import StoreAccess
 
 LEAST_TOKENS = 64
 """Fewer tokens are neither stored nor read: finding them costs about what computing them does."""
+
+_SHARE = 0.05
+"""Of a step's time that may go to copies between it and the next one."""
 
 
 class Offloader:
@@ -49,28 +51,20 @@ class Offloader:
 
         sqlite3.Error if the catalogue can be neither read nor made anew.
         """
-        self.counters = OffloadCounters()
-        self._access = access = StoreAccess(store, stride)
-        self._content = content
-        self._least = least_tokens
-        self._speeds = Speeds.from_json(access.catalog().meta("speeds") or b"")
-        self._saves = Saves(access, cache, content, self.counters, least_tokens)
-        self._loads = Loads(
-            access,
-            cache,
-            content,
-            self.counters,
-            self._speeds,
-            least_tokens,
-            shortest_span,
-            patience,
-        )
+        access = StoreAccess(store, stride)
+        speeds = Speeds.from_json(access.catalog().meta("speeds") or b"")
+        self._of = Offloading(access, cache, content, speeds, least_tokens, cache.release)
+        self._access, self.counters = access, self._of.counters
+        self._saves = Saves(self._of)
+        self._loads = Loads(self._of, shortest_span, patience)
+        self._step_seconds = 0.0
+        """Of the last step."""
         self.expect, self.awaited = self._loads.expect, self._loads.awaited
         self.forget, self.offer = self._loads.forget, self._saves.offer
 
     def release_by(self, give_back: Callable[[Lease], None]) -> None:
         """Have leases released by `give_back`."""
-        self._loads.give_back = self._saves.give_back = give_back
+        self._of.give_back = give_back
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, on other threads, when there is something to `pump`."""
@@ -86,7 +80,7 @@ class Offloader:
         counters = self.counters
         return {
             "stored_pages": self._access.store.count,
-            "stored_bytes": self._access.store.count * self._content.page_bytes,
+            "stored_bytes": self._access.store.count * self._of.content.page_bytes,
             "waiting_saves": len(self._saves),
             "waiting_loads": len(self._loads),
             "loaded_tokens": counters.loaded,
@@ -101,12 +95,17 @@ class Offloader:
 
     def stepped(self, tokens: int, seconds: float) -> None:
         """A step computed `tokens` tokens of prompts in this time."""
-        if tokens >= self._least and seconds > 0:
-            self._speeds.compute = mean(self._speeds.compute, tokens / seconds)
+        self._step_seconds = seconds
+        if tokens >= self._of.least and seconds > 0:
+            self._of.speeds.compute = mean(self._of.speeds.compute, tokens / seconds)
 
     def pump(self, seconds: float) -> bool:
-        """Go on with loads and saves for about this long; False if there was nothing to do."""
-        end, worked = time.monotonic() + seconds, False
+        """Go on with loads and saves for about this long; False if there was nothing to do.
+
+        After a long step, as prompts make them, it may take longer: a share of that step's time.
+        """
+        end, worked = time.monotonic() + max(seconds, _SHARE * self._step_seconds), False
+        self._step_seconds, self._loads.until = 0.0, end
         while self._access.done:
             self._access.done.popleft()()
             worked = True
@@ -126,6 +125,7 @@ class Offloader:
     def close(self, seconds: float = 10.0) -> None:
         """Write what waits to be written, for up to this long, and let go of the folder."""
         self._loads.close()
+        self._saves.newest_first()
         end = time.monotonic() + seconds
         while self.saving and not self._access.resting and time.monotonic() < end:
             if not self.pump(1.0):
@@ -141,4 +141,4 @@ class Offloader:
     def _write_speeds(self) -> None:
         catalog = self._access.catalog()
         with catalog.changing():
-            catalog.set_meta("speeds", self._speeds.to_json())
+            catalog.set_meta("speeds", self._of.speeds.to_json())

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.lease import Lease, Namespace, RequestView
+from kvweave.store.access import Buffers, Offloading
 from kvweave.store.pages import ByteArray
-from kvweave.store.speeds import OffloadCounters, PageContent
-from kvweave.store.threads import Buffers, StoreAccess
 
 _MOST_SAVES = 1024
 """Requests whose KV may wait to be written; the oldest are dropped."""
@@ -35,25 +32,13 @@ class _Save:
 class Saves:
     """A bounded queue of texts whose pages are to be stored. Belongs to the engine's thread."""
 
-    def __init__(
-        self,
-        access: StoreAccess,
-        cache: PrefixCache,
-        content: PageContent,
-        counters: OffloadCounters,
-        least: int,
-    ) -> None:
-        """`least`: tokens of a text worth storing."""
-        self.give_back: Callable[[Lease], None] = cache.release
-        self._access = access
-        self._cache = cache
-        self._content = content
-        self.counters = counters
-        self._least = least
-        self._size = cache.page_size
+    def __init__(self, common: Offloading) -> None:
+        self._of = common
+        self._access, self._counters = common.access, common.counters
+        self._size = common.cache.page_size
         self._saves: deque[_Save] = deque()
         self._saving: _Save | None = None
-        self._out = Buffers(content.page_bytes)
+        self._out = Buffers(common.content.page_bytes)
 
     def __len__(self) -> int:
         return len(self._saves)
@@ -67,7 +52,7 @@ class Saves:
         """A request ends, its lease still held: store what it published, once there is time."""
         pages = lease.published // self._size
         if (
-            pages * self._size < self._least
+            pages * self._size < self._of.least
             or len(tokens) <= pages * self._size
             or self._access.resting
         ):
@@ -77,7 +62,11 @@ class Saves:
         )
         if len(self._saves) > _MOST_SAVES:
             self._saves.popleft()
-            self.counters.dropped_saves += 1
+            self._counters.dropped_saves += 1
+
+    def newest_first(self) -> None:
+        """From now on write what was offered last first: there may be no time for all."""
+        self._saves.reverse()
 
     def go_on(self) -> bool:
         """Copy the next buffer's worth of pages to be written; False if that is not possible."""
@@ -128,15 +117,15 @@ class Saves:
         view = RequestView(
             "store", text, save.namespace, save.priority, fuzzy=False, semantic=False
         )
-        lease = self._cache.lease(view)
+        lease = self._of.cache.lease(view)
         try:
             pages = lease.pages[first:end].copy()
             if len(pages):
-                self._content.copy_out(pages, buffer[: len(pages)])
+                self._of.content.copy_out(pages, buffer[: len(pages)])
         finally:
-            self.give_back(lease)
+            self._of.give_back(lease)
         if len(pages) < end - first:
-            self.counters.dropped_saves += 1
+            self._counters.dropped_saves += 1
             save.pages = first + len(pages)
         return len(pages)
 
@@ -158,4 +147,4 @@ class Saves:
 
     def _written(self, count: int, stored: bool | None) -> None:
         if stored:
-            self.counters.saved += count * self._size
+            self._counters.saved += count * self._size

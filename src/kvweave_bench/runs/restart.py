@@ -118,8 +118,11 @@ def _gaps_during_prefetch(
             for _ in range(decoded):
                 gaps["alone"].append(1e3 * seconds(engine.step))
             engine.add(_request("stored", stored, 1))
-            while store.figures()["waiting_loads"]:
-                gaps["prefetch"].append(1e3 * seconds(engine.step))
+            while True:
+                gap = 1e3 * seconds(engine.step)
+                if not store.figures()["waiting_loads"]:
+                    break  # it was admitted within this step, and has computed
+                gaps["prefetch"].append(gap)
     finally:
         engine.abort("decoding")
         engine.abort("stored")
