@@ -210,8 +210,26 @@ def test_the_longest_retention_of_any_block_holds(claude, engine):
     assert engine.requests[-1].retain_seconds == 3600
     create(claude, system=[marked("Two.")])
     assert engine.requests[-1].retain_seconds == 300
+    create(claude, {"role": "user", "content": [marked("Two."), marked("Three.", ttl="1h")]})
+    assert engine.requests[-1].retain_seconds == 3600
     create(claude)
     assert engine.requests[-1].retain_seconds == 0
+
+
+def test_marks_on_parts_of_a_chat_hold_for_the_prompt(engine, client):
+    def asked(*parts, **more):
+        body = {"model": "toy", "messages": [{"role": "user", "content": parts}], **more}
+        reply = client.post("/v1/chat/completions", json=body)
+        return reply.status_code, engine.requests[-1].retain_seconds if engine.requests else None
+
+    plain = {"type": "text", "text": "One."}
+    hour = {**plain, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    brief = {**plain, "cache_control": {"type": "ephemeral"}}
+    assert asked(plain, brief) == (200, 300)
+    assert asked(hour, brief) == (200, 3600)
+    assert asked(brief, cache_control={"type": "ephemeral", "ttl": "1h"}) == (200, 3600)
+    assert asked(plain) == (200, 0)
+    assert asked({**plain, "cache_control": {"type": "eternal"}})[0] == 400
 
 
 def test_failures_have_anthropics_shape(claude, engine, client):

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from kvweave.prefix.lease import RequestView
+from kvweave.store import access
+from kvweave.store.loads import Loads
+from kvweave.store.pages import PageStore
 from support.enginekit import SHARING_BACKENDS, oracle_answer, prompt, request
-from support.storekit import settle, stored_world
+from support.storekit import PAGE_BYTES, PAGE_SIZE, OracleContent, settle, stored_world
 
 BACKENDS = (*SHARING_BACKENDS, "fuzzy_match")
 
@@ -62,8 +68,119 @@ def test_what_was_evicted_is_read_back(tmp_path: Path, backend: str):
 
 
 def world_view(world, tokens):
-    import numpy as np
-
-    from kvweave.prefix.lease import RequestView
-
     return RequestView("look", np.array(tokens, np.int32), world.engine.namespace(None))
+
+
+def test_what_waits_at_shutdown_is_written_the_newest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    order: list[int] = []
+    world = stored_world(tmp_path, least_tokens=32)
+    store = world.engine.components.store
+    assert store is not None
+    monkeypatch.setattr(store, "pump", lambda seconds: False)  # nothing is written before the end
+    for seed in (1, 2, 3):
+        world.run(request(f"r{seed}", prompt(60, seed=seed), 2))
+    world.run(request("short", prompt(24, seed=4), 2))
+    world.engine.add(request("running", prompt(60, seed=5), 50))
+    for _ in range(8):
+        world.engine.step()
+    world.engine.abort("running")
+    monkeypatch.undo()
+    write = PageStore.write
+
+    def noting(self, catalog, root, tokens, first, content):
+        order.append(int(tokens[0]))
+        write(self, catalog, root, tokens, first, content)
+
+    monkeypatch.setattr(PageStore, "write", noting)
+    world.engine.close()
+    assert list(dict.fromkeys(order)) == [prompt(60, seed=seed)[0] for seed in (5, 3, 2, 1)]
+
+    again = stored_world(tmp_path, least_tokens=32)
+    for seed in (1, 2, 3, 5):
+        again.run(request(f"r{seed}", prompt(60, seed=seed), 2))
+        assert again.answers[f"r{seed}", 0].usage.cached_tokens == 56
+    again.run(request("short", prompt(24, seed=4), 2))
+    assert again.answers["short", 0].usage.cached_tokens == 0
+    again.assert_idle()
+    again.engine.close()
+
+
+@pytest.mark.parametrize("pages", [1, 3, 100])
+def test_what_is_read_is_taken_over_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int
+):
+    text = prompt(90, seed=1)
+    first = stored_world(tmp_path)
+    first.run(request("a", text))
+    first.engine.close()
+
+    monkeypatch.setattr(access, "_BUFFER_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(Loads, "_affordable", lambda self: pages)
+    copied = copies(monkeypatch)
+    second = stored_world(tmp_path)
+    second.engine.add(request("other", prompt(50, seed=2), 20))
+    second.run(request("b", text))
+    assert second.answers["b", 0].usage.cached_tokens == 88
+    assert second.ids("b") == oracle_answer(text, 8)
+    assert sum(copied) == 22
+    assert max(copied) == min(pages, 2)
+    second.assert_idle()
+    second.engine.close()
+
+
+def test_pages_that_came_otherwise_meanwhile_are_not_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = prompt(90, seed=1)
+    first = stored_world(tmp_path)
+    first.run(request("a", text))
+    first.engine.close()
+
+    monkeypatch.setattr(access, "_BUFFER_BYTES", 5 * PAGE_BYTES)
+    second = stored_world(tmp_path)
+    restore, taken = Loads._restore, []
+
+    def after_another(self, reading, most):
+        if not taken:  # 13 of its 22 pages are computed before the first one has been copied
+            taken.append(True)
+            tokens = np.array(text[:53], np.int32)
+            view = RequestView("x", tokens, second.engine.namespace(None), fuzzy=False)
+            lease = self._of.cache.lease(view)
+            assert self._of.cache.grow(lease, 52)
+            self._of.content.copy_in(lease.pages.copy(), stored_bytes(text[:52]))
+            self._of.cache.publish(lease, tokens, computed=52)
+            self._of.give_back(lease)
+        return restore(self, reading, most)
+
+    monkeypatch.setattr(Loads, "_restore", after_another)
+    copied = copies(monkeypatch)
+    second.run(request("b", text))
+    store = second.engine.components.store
+    assert store is not None
+    assert store.counters.loaded == 88 - 52
+    assert sum(copied) == 13 + 9  # the other's, which are shared, are not written to
+    assert second.answers["b", 0].usage.cached_tokens == 88
+    assert second.ids("b") == oracle_answer(text, 8)
+    second.assert_idle()
+    second.engine.close()
+
+
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many pages each copy into the pool has, as they happen."""
+    copied: list[int] = []
+    copy_in = OracleContent.copy_in
+
+    def noting(self, to, data):
+        copied.append(len(to))
+        copy_in(self, to, data)
+
+    monkeypatch.setattr(OracleContent, "copy_in", noting)
+    return copied
+
+
+def stored_bytes(tokens: list[int]) -> npt.NDArray[np.uint8]:
+    """The pages of a text's beginning, as OracleContent has them."""
+    parts = [np.array(tokens, np.int64), np.arange(len(tokens), dtype=np.int64)]
+    return np.concatenate([part.reshape(-1, PAGE_SIZE).view(np.uint8) for part in parts], axis=1)

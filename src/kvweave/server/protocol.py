@@ -138,6 +138,14 @@ class CacheControl(BaseModel):
         return 300.0 if self.ttl == "5m" else 3600.0
 
 
+def longest_mark(own: object, *contents: object) -> dict[str, Any] | None:
+    """The `cache_control` that keeps KV longest: a request's own, or of any block in `contents`."""
+    blocks = (block for each in contents if isinstance(each, list) for block in each)
+    marks = [own, *(block.get("cache_control") for block in blocks if isinstance(block, dict))]
+    said = [mark for mark in marks if isinstance(mark, dict)]
+    return max(said, key=lambda mark: bool(mark.get("ttl") == "1h"), default=None)
+
+
 class StreamOptions(_Body):
     """Whether a stream ends with a chunk of usage, or carries it in every chunk."""
 
@@ -363,6 +371,17 @@ class ChatBody(ConversationBody, GenerationBody):
     def choice(self) -> ToolChoice:
         """Which tools an answer may or must call; RequestError if there are none such."""
         return tool_choice(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _marked(cls, body: Any) -> Any:
+        """A mark on a part, which clients of several providers send, holds for the whole prompt."""
+        messages = body.get("messages") if isinstance(body, dict) else None
+        if not isinstance(messages, list):
+            return body
+        contents = (each.get("content") for each in messages if isinstance(each, dict))
+        mark = longest_mark(body.get("cache_control"), *contents)
+        return body if mark is None else {**body, "cache_control": mark}
 
     @model_validator(mode="after")
     def _offered(self) -> ChatBody:

@@ -15,7 +15,7 @@ from kvweave.errors import RequestError
 from kvweave.server.chat import StartedChat, chat_body, joined, read_chat, start_chat
 from kvweave.server.errors import anthropic_error, body_of
 from kvweave.server.fields import Number, Stops, Whole
-from kvweave.server.protocol import ChatBody, RequestBody
+from kvweave.server.protocol import ChatBody, RequestBody, longest_mark
 from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.schemas import CountedTokens, MessageAnswer, NamedEvent, answers
 from kvweave.server.service import Service
@@ -68,12 +68,9 @@ class CountTokensBody(RequestBody):
 
     def _retention(self) -> dict[str, Any]:
         """The longest wish of any block that the cache keeps its KV."""
-        marked = [self.system, self.tools, *(each.get("content") for each in self.messages)]
-        blocks = (block for each in marked if isinstance(each, list) for block in each)
-        wishes = [self.model_dump()["cache_control"]]
-        wishes += [block.get("cache_control") for block in blocks if isinstance(block, dict)]
-        said = [wish for wish in wishes if isinstance(wish, dict)]
-        longest = max(said, key=lambda wish: str(wish.get("ttl")) == "1h", default=None)
+        contents = (each.get("content") for each in self.messages)
+        own = self.model_dump()["cache_control"]
+        longest = longest_mark(own, self.system, self.tools, *contents)
         return {} if longest is None else {"cache_control": longest}
 
     def _effort(self) -> str | None:
