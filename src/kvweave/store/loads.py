@@ -7,6 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,9 @@ _LATE_IN_A_ROW = 4
 """Requests that waited in vain, after which the folder counts as faulty."""
 _COPIED_PER_SECOND = 3e9
 """Bytes, about: how much is copied to the cache in the time that there is."""
+
+_Pages: TypeAlias = tuple[ByteArray, int, int]
+"""Of a buffer those from one index up to another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +54,8 @@ class _Reading:
     began: float
     room: IntArray
     """Pages of the pool that it will probably get."""
-    arrived: deque[tuple[ByteArray, int, int]] = field(default_factory=deque)
-    """Buffers, and which of their pages are still to be copied; the next page comes first."""
+    arrived: deque[_Pages] = field(default_factory=deque)
+    """What is still to be copied, the next page first. Belongs to the engine's thread."""
     cancelled: bool = False
 
 
@@ -199,15 +203,18 @@ class Loads:
                 ahead = at - reading.first
                 self._of.content.populate(reading.room[ahead : ahead + sound])
             finally:
-                reading.arrived.append((buffer, 0, sound))
-                self._access.tell(partial(self._arrived, reading))
+                self._access.tell(partial(self._arrived, reading, (buffer, 0, sound)))
             if sound < len(some):
                 self._access.tell(partial(self._is_damaged, some[sound].key))
                 break
             at += sound
         return reading
 
-    def _arrived(self, reading: _Reading) -> None:
+    def _arrived(self, reading: _Reading, pages: _Pages) -> None:
+        reading.arrived.append(pages)
+        self._take_over(reading)
+
+    def _take_over(self, reading: _Reading) -> None:
         """Copy pages that were read to the cache, as many as there is time for."""
         try:
             if not reading.cancelled and not self._restore(reading, self._affordable()):
@@ -219,7 +226,7 @@ class Loads:
         while reading.arrived:
             buffer, begin, end = reading.arrived[0]
             if begin < end and not reading.cancelled:
-                self._access.done.appendleft(partial(self._arrived, reading))
+                self._access.done.appendleft(partial(self._take_over, reading))
                 return
             reading.arrived.popleft()
             self._in.give(buffer)
