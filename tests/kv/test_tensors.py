@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -125,24 +123,3 @@ def test_int8_holds_three_and_a_half_times_the_tokens_of_float32() -> None:
     kv = KVTensors(LAYOUTS, 3, 16, dtype=torch.int8)
     held = sum(each.nbytes for each in (*kv.keys, *kv.values, *kv.key_scales, *kv.value_scales))
     assert held == 3 * kv.page_bytes
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the advice is Linux's")
-def test_populated_pages_are_there_and_unchanged():
-    import resource
-
-    kv = KVTensors([LayerLayout(4, 64, 64)] * 2, 2048, 16)
-    tensors = (*kv.keys, *kv.values)
-    for at, tensor in enumerate(tensors):
-        tensor[5 * 16 : 6 * 16] = at
-    pages = np.array([*range(4, 900), *range(1000, 1800)], np.int32)
-    kv.populate(pages)
-    kv.populate(pages[:0])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for at, tensor in enumerate(tensors):
-        slots = tensor.view(2048, -1)
-        assert slots[5].unique().tolist() == [at]
-        slots[4:900] = 1.0
-        slots[1000:1800] = 1.0
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    assert faults < 2000  # of 27,000 system pages

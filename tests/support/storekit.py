@@ -41,9 +41,6 @@ class OracleContent:
         half = PAGE_BYTES // 2
         self._parts[0][pages], self._parts[1][pages] = data[:, :half], data[:, half:]
 
-    def populate(self, pages: IntArray) -> None:
-        pass
-
 
 def stored_world(
     folder: Path,

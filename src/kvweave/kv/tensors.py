@@ -8,10 +8,8 @@ int8 costs an answer, since a few dimensions of keys are much larger than the ot
 from __future__ import annotations
 
 import ctypes
-import mmap
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -241,24 +239,6 @@ class KVTensors:
                     self.device
                 )
 
-    def populate(self, pages: IntArray) -> None:
-        """Have the system back `pages` with memory, as their first use would; on any thread.
-
-        Nothing in them changes, so they may be anybody's. Does nothing where that is not possible.
-        """
-        if self.device.type != "cpu" or _MADVISE is None or not len(pages):
-            return
-        breaks = np.flatnonzero(np.diff(pages) != 1) + 1
-        runs = [(int(run[0]), len(run)) for run in np.split(pages, breaks)]
-        for tensor in (*self.keys, *self.values, *self.key_scales, *self.value_scales):
-            row = self.page_size * tensor.stride(0) * tensor.itemsize
-            for first, count in runs:
-                begin = tensor.data_ptr() + first * row
-                whole = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE  # what is before has others' KV
-                length = begin + count * row - whole
-                if length > 0:
-                    _MADVISE(whole, length, _POPULATE_WRITE)
-
     def _by_page(
         self, data: npt.NDArray[np.uint8]
     ) -> Iterator[tuple[npt.NDArray[Any] | torch.Tensor, npt.NDArray[Any]]]:
@@ -278,22 +258,6 @@ class KVTensors:
                 yield part.numpy().view(raw)[:, 0], column.view(raw)[:, 0]
             elif length:
                 yield part, column
-
-
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14."""
-
-
-def _madvise() -> Callable[[int, int, int], int] | None:
-    """The system's, where it is Linux; it fails harmlessly where it knows no such advice."""
-    if not sys.platform.startswith("linux"):
-        return None
-    call = ctypes.CDLL(None).madvise
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return cast("Callable[[int, int, int], int]", call)
-
-
-_MADVISE = _madvise()
 
 
 def _on_cpu(part: torch.Tensor, pages: IntArray) -> npt.NDArray[np.uint8]:

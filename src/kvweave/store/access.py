@@ -31,9 +31,8 @@ _Result = TypeVar("_Result")
 _REST_SECONDS = 60.0
 """Without use of the folder, after a fault of it."""
 
-_BUFFER_BYTES = 2 << 20
-"""Little is copied, read or written at a time: others compute meanwhile, on the same cores."""
-_BUFFERS = 8
+_BUFFER_BYTES = 8 << 20
+_BUFFERS = 3
 _OLD_SHARE = 0.8
 """Of the past, in a measured speed."""
 
@@ -218,8 +217,6 @@ class PageContent(Protocol):
     def copy_out(self, pages: IntArray, out: ByteArray | None = None) -> ByteArray: ...
 
     def copy_in(self, pages: IntArray, data: ByteArray) -> None: ...
-
-    def populate(self, pages: IntArray) -> None: ...
 
 
 @dataclass(slots=True)

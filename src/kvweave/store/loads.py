@@ -52,8 +52,6 @@ class _Reading:
     """Page with which reading begins."""
     at: int
     began: float
-    room: IntArray
-    """Pages of the pool that it will probably get."""
     arrived: deque[_Pages] = field(default_factory=deque)
     """What is still to be copied, the next page first. Belongs to the engine's thread."""
     cancelled: bool = False
@@ -174,8 +172,7 @@ class Loads:
                 self._counters.declined_loads += 1
                 continue
             self._counters.loads += 1
-            room = self._of.cache.pool.next_free(len(path.pages) - first)
-            self._reading = _Reading(load, path, first, first, time.monotonic(), room)
+            self._reading = _Reading(load, path, first, first, time.monotonic())
             self._access.run(self._access.reader, partial(self._read, self._reading), self._read_up)
 
     def _pays(self, pages: int, gain: int) -> bool:
@@ -200,8 +197,6 @@ class Loads:
             sound = 0
             try:
                 sound = self._access.store.read(some, buffer)
-                ahead = at - reading.first
-                self._of.content.populate(reading.room[ahead : ahead + sound])
             finally:
                 self._access.tell(partial(self._arrived, reading, (buffer, 0, sound)))
             if sound < len(some):
