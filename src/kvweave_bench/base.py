@@ -17,7 +17,6 @@ class Bench:
     """
 
     name: str
-    summary: str
     counts: str
     n: int
     quick_n: int

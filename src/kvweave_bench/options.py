@@ -6,28 +6,35 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvweave.config.base import flag
+from kvweave.errors import KvweaveError
 
-BENCHES = (
-    "cold-groups",
-    "engine",
-    "peers",
-    "repeats",
-    "moved",
-    "shapes",
-    "lookup",
-    "unrelated",
-    "salts",
-    "heal",
-    "restart",
-    "grammar",
-    "kv-dtype",
-    "shared",
-    "paraphrase-gate",
-    "semantic",
-    "quality",
-    "agents",
-)
-"""Names of all benches, in the order in which all of them are run."""
+BENCHES = {
+    "cold-groups": "16 prompts of 392 tokens that share 384 nobody has computed, arriving together",
+    "engine": "Prefill, decoding and appending against transformers; decoding together against alone",
+    "peers": "Against llama.cpp and transformers with the same weights, in their best settings",
+    "repeats": "Decoding with drafts from text that is there, against decoding without",
+    "moved": "One document behind wrappers of other lengths, against the same prompts computed cold",
+    "shapes": "Earlier text in other shapes, against an oracle of all shared runs of 32 tokens",
+    "lookup": "Looking up prompts of 16,384 tokens among 8 million cached ones, on one core",
+    "unrelated": "Short unrelated prompts: the throughput of fuzzy_match against radix",
+    "salts": "What the clock tells one tenant of another's cache",
+    "heal": "One client that pauses between moved prompts: first token with healing and without",
+    "restart": "Prompts of a stored document after a restart, exact and moved, against cold ones",
+    "grammar": "Answers under JSON schemas (SchemaStore's) against answers without",
+    "kv-dtype": "Number types of KV: divergence from float32, exact and moved; memory; decoding",
+    "shared": "Many askers of one moved document: pages and answers, read in place or copied",
+    "paraphrase-gate": "Questions that mean the same, and hard negatives: which ones would be served",
+    "semantic": "Unrelated prompts with pauses: first token with the provider semantic and without",
+    "quality": "Answers from moved KV against the same model's cold answers",
+    "agents": "What an agent's calls reuse of each other",
+}
+"""What each bench measures, by name, in the order in which all of them are run."""
+
+
+def check_name(name: str) -> None:
+    """KvweaveError naming the known benches if `name` is none."""
+    if name not in BENCHES:
+        raise KvweaveError(f"benches are {', '.join(BENCHES)}, not {name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

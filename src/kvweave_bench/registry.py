@@ -7,17 +7,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvweave.errors import ConfigError, KvweaveError
+from kvweave.errors import ConfigError
 from kvweave_bench.base import Bench
-from kvweave_bench.options import BENCHES, BenchOptions
+from kvweave_bench.options import BENCHES, BenchOptions, check_name
 from kvweave_bench.report import Report, check_writable, describe_machine
 from kvweave_bench.setting import Setting
 
 
 def get_bench(name: str) -> Bench:
     """A bench by name. Raises KvweaveError naming the known ones."""
-    if name not in BENCHES:
-        raise KvweaveError(f"benches are {', '.join(BENCHES)}, not {name!r}")
+    check_name(name)
     module = importlib.import_module(f"kvweave_bench.runs.{name.replace('-', '_')}")
     bench: Bench = module.BENCH
     return bench
@@ -46,7 +45,7 @@ def run_bench(
     console = console or Console()
     n = options.n or (bench.quick_n if options.quick else bench.n)
     setting = Setting(options, n, console)
-    console.print(f"{bench.summary} ({setting.n} {bench.counts})", highlight=False)
+    console.print(f"{BENCHES[name]} ({setting.n} {bench.counts})", highlight=False)
     rows = bench.measure(setting)
     report = Report(
         bench=name,

@@ -11,6 +11,7 @@ import kvweave
 from kvweave.cli.main import main
 from kvweave.config.model import _lacks_cuda
 from kvweave.errors import UnsupportedModelError, extra
+from kvweave_bench.options import BENCHES
 
 
 def test_an_extra_is_named_as_it_can_be_installed(monkeypatch, tmp_path):
@@ -105,7 +106,9 @@ def test_version_and_help(capsys):
 
 def test_benches_are_listed_one_a_line(capsys):
     assert run("bench", "--list") == 0
-    assert "cold-groups" in capsys.readouterr().out.split("\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(BENCHES)
+    assert all(line.endswith(f"  {what}") for line, what in zip(lines, BENCHES.values(), strict=True))
 
 
 def test_options_of_the_command_line_reach_the_bench(monkeypatch, tmp_path):

@@ -92,6 +92,16 @@ def test_keys_turned_by_a_wrong_theta_are_caught(packaged: LoadedModel) -> None:
     assert "--fuzzy-self-check-max-kl allows 0.1" in check.sentence
 
 
+def test_its_steps_are_not_logged_as_if_somebody_asked(
+    model: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    [case, *_] = build_cases(model.tokenizer)
+    with caplog.at_level(logging.INFO, "kvweave.engine"):
+        measure([short(case)], config_of(), model)
+        assert logging.getLogger("kvweave.engine").level == logging.INFO, "put back"
+    assert not [line for line in caplog.messages if "batch" in line]
+
+
 def test_nothing_of_it_is_published_and_the_addresses_stay_free(model: LoadedModel) -> None:
     events = json.dumps({"endpoint": "tcp://127.0.0.1:0", "bind": True})
     config = config_of()

@@ -19,7 +19,7 @@ from kvweave.cli.serve import serve
 from kvweave.cli.store import store
 from kvweave.errors import ConfigError, KvweaveError
 from kvweave.version import __version__
-from kvweave_bench.options import BENCHES, BenchOptions
+from kvweave_bench.options import BENCHES, BenchOptions, check_name
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -43,7 +43,7 @@ def _kvweave(
 
 
 _Name = Annotated[str | None, typer.Argument(help="Which benchmark; --list shows them.")]
-_List = Annotated[bool, typer.Option("--list", help="Print the names and leave.")]
+_List = Annotated[bool, typer.Option("--list", help="Print what there is, and leave.")]
 _Json = Annotated[Path | None, typer.Option("--json", help="File for the figures.", dir_okay=False)]
 
 
@@ -53,10 +53,11 @@ def bench(
 ) -> None:
     """Measure, and print a table."""
     if listed:
-        typer.echo("\n".join(BENCHES))
+        typer.echo("\n".join(f"{each:<17}{what}" for each, what in BENCHES.items()))
         return
     if name is None:
         raise ConfigError([f"name a benchmark: {', '.join(BENCHES)}"])
+    check_name(name)
     from kvweave_bench.registry import run_bench  # imported here: it loads torch
 
     run_bench(name, options, json_path=json)

@@ -118,7 +118,7 @@ def _name(dtype: Any) -> str:
 
 @takes_settings(model=ModelConfig, fuzzy=FuzzyConfig)
 def check_model(model: ModelConfig, fuzzy: FuzzyConfig) -> None:
-    """Measure whether a model stands it that text moves; exit code 1 if it does not."""
+    """Measure how far moved text changes a model's answers; exit code 1 if too far."""
     check_machine(EngineConfig(model=model, fuzzy=fuzzy))
     # Imported here: torch and the models' code take seconds to load.
     from kvweave.engine.selfcheck import gate

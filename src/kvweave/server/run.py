@@ -40,7 +40,10 @@ def bind(config: ServerConfig) -> socket.socket:
     except OSError as failure:
         taken.close()
         raise ConfigError(
-            [f"cannot listen on {config.host} port {config.port}: {failure.strerror or failure}"]
+            [
+                f"cannot listen on {config.host} port {config.port} "
+                f"({failure.strerror or failure}); --host and --port name another place"
+            ]
         ) from None
     return taken
 

@@ -117,7 +117,6 @@ def _prose(corpus: Corpus, words: int) -> str:
 
 BENCH = Bench(
     name="agents",
-    summary="What an agent's calls reuse of each other",
     counts="sessions",
     n=2,
     quick_n=1,

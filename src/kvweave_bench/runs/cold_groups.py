@@ -102,7 +102,6 @@ class _Variant:
 
 BENCH = Bench(
     name="cold-groups",
-    summary="16 prompts of 392 tokens that share 384 nobody has computed, arriving together",
     counts="groups",
     n=6,
     quick_n=1,

@@ -181,7 +181,6 @@ def _driver(setting: Setting, backend: str, slots: int) -> Driver:
 
 BENCH = Bench(
     name="engine",
-    summary="Prefill, decoding and appending against transformers; decoding together against alone",
     counts="rounds",
     n=7,
     quick_n=1,

@@ -186,7 +186,6 @@ def _decode(
 
 BENCH = Bench(
     name="grammar",
-    summary="Answers under JSON schemas (SchemaStore's) against answers without",
     counts="schemas",
     n=200,
     quick_n=8,

@@ -188,7 +188,6 @@ def p95_ratio(on: Sequence[float], off: Sequence[float], seed: int, together: in
 
 BENCH = Bench(
     name="heal",
-    summary="One client that pauses between moved prompts: first token with healing and without",
     counts="rounds of 10 prompts",
     n=10,
     quick_n=1,

@@ -122,7 +122,6 @@ def _name(dtype: torch.dtype) -> str:
 
 BENCH = Bench(
     name="kv-dtype",
-    summary="Number types of KV: divergence from float32, exact and moved; memory; decoding",
     counts="prompts",
     n=24,
     quick_n=2,

@@ -135,7 +135,6 @@ def _eviction(store: _Store, n: int) -> list[Row]:
 
 BENCH = Bench(
     name="lookup",
-    summary="Looking up prompts of 16,384 tokens among 8 million cached ones, on one core",
     counts="prompts of each kind",
     n=100,
     quick_n=10,

@@ -92,7 +92,6 @@ def _config(setting: Setting, backend: str, length: int) -> EngineConfig:
 
 BENCH = Bench(
     name="moved",
-    summary="One document behind wrappers of other lengths, against the same prompts computed cold",
     counts="prompts of each length",
     n=24,
     quick_n=2,

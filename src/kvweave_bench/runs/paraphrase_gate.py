@@ -133,7 +133,6 @@ def _timings(pairs: Sequence[Pair], gates: Mapping[str, Verifier]) -> list[Row]:
 
 BENCH = Bench(
     name="paraphrase-gate",
-    summary="Questions that mean the same, and hard negatives: which ones would be served",
     counts="labelled pairs",
     n=600,
     quick_n=60,

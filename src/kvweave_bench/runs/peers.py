@@ -237,7 +237,6 @@ def _memory(setting: Setting) -> list[Row]:
 
 BENCH = Bench(
     name="peers",
-    summary="Against llama.cpp and transformers with the same weights, in their best settings",
     counts="rounds",
     n=5,
     quick_n=1,

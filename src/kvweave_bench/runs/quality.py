@@ -71,7 +71,6 @@ def _compare(setting: Setting, scenario: Scenario, variants: list[Variant]) -> C
 
 BENCH = Bench(
     name="quality",
-    summary="Answers from moved KV against the same model's cold answers",
     counts="prompts of each kind; near-duplicates 5 times, unrelated ones 9 times as many",
     n=24,
     quick_n=1,

@@ -142,7 +142,6 @@ def _functions() -> list[str]:
 
 BENCH = Bench(
     name="repeats",
-    summary="Decoding with drafts from text that is there, against decoding without",
     counts="prompts that quote, and as many others",
     n=100,
     quick_n=4,

@@ -215,7 +215,6 @@ def _config(backend: str, length: int, folder: str | None) -> EngineConfig:
 
 BENCH = Bench(
     name="restart",
-    summary="Prompts of a stored document after a restart, exact and moved, against cold ones",
     counts="documents",
     n=4,
     quick_n=1,

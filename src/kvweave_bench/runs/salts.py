@@ -131,7 +131,6 @@ def _later(name: str, variant: str, figures: dict[str, list[float]]) -> Row:
 
 BENCH = Bench(
     name="salts",
-    summary="What the clock tells one tenant of another's cache",
     counts="rounds",
     n=60,
     quick_n=2,

@@ -105,7 +105,6 @@ class _Variant:
 
 BENCH = Bench(
     name="semantic",
-    summary="Unrelated prompts with pauses: first token with the provider semantic and without",
     counts="rounds of 4 prompts",
     n=30,
     quick_n=1,

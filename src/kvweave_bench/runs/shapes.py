@@ -59,7 +59,6 @@ def _rows(
 
 BENCH = Bench(
     name="shapes",
-    summary="Earlier text in other shapes, against an oracle of all shared runs of 32 tokens",
     counts="cases of each shape",
     n=6,
     quick_n=1,

@@ -108,7 +108,6 @@ def _driver(setting: Setting, arm: str, longest: int, askers: int) -> Driver:
 
 BENCH = Bench(
     name="shared",
-    summary="Many askers of one moved document: pages and answers, read in place or copied",
     counts="rounds",
     n=3,
     quick_n=1,

@@ -59,7 +59,6 @@ class _Variant:
 
 BENCH = Bench(
     name="unrelated",
-    summary="Short unrelated prompts: the throughput of fuzzy_match against radix",
     counts="rounds of 16 prompts",
     n=160,
     quick_n=3,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,13 +107,26 @@ def measure(
     measurement = _Measurement(config, loaded, max(map(_longest, fitting)))
     deadline = time.monotonic() + _SECONDS
     measured: list[Measured] = []
-    for case in fitting:
-        if len(measured) >= _LEAST and time.monotonic() > deadline:
-            break
-        progress(_WHAT, len(measured), len(fitting))
-        measured.append(measurement.measure(case))
+    with _quiet_steps():
+        for case in fitting:
+            if len(measured) >= _LEAST and time.monotonic() > deadline:
+                break
+            progress(_WHAT, len(measured), len(fitting))
+            measured.append(measurement.measure(case))
     progress(_WHAT, len(fitting), len(fitting))
     return measured
+
+
+@contextmanager
+def _quiet_steps() -> Iterator[None]:
+    """Keep lines on single steps out of the log: they would look like somebody's requests."""
+    log = logging.getLogger("kvweave.engine")
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _longest(case: SelfCheckCase) -> int:
