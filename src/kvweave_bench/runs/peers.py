@@ -7,6 +7,7 @@ attention, transformers in float32 and bfloat16. Prompts, threads and greedy cho
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ _LONG, _SHORT = (4096, 512), (512, 128)
 _APPENDED, _DECODED = 15, 16
 _TOGETHER, _TOGETHER_PROMPT = 8, 128
 _INTRODUCTION = 64
+_REST = 0.3
+"""Seconds between two runs."""
 
 _Theirs = Callable[[Reference, int], float]
 _Peers = Mapping[str, Mapping[str, Reference]]
@@ -194,9 +197,9 @@ class _Race:
         }
 
         def timed(peer: Reference) -> Callable[[int], float]:
-            return lambda index: theirs(peer, index)
+            return _rested(lambda index: theirs(peer, index))
 
-        variants = {_OURS: ours, **{name: timed(peer) for name, peer in best.items()}}
+        variants = {_OURS: _rested(ours), **{name: timed(peer) for name, peer in best.items()}}
         with setting.progress(metric, len(variants) * (setting.n + 1)) as advance:
             taken = alternate(variants, setting.n, warm_up=1, progress=advance)
         ms = {name: [1e3 * each for each in figures] for name, figures in taken.items()}
@@ -213,6 +216,16 @@ class _Race:
 
     def _prompts(self, length: int) -> list[IntArray]:
         return [self._take(length) for _ in range(self._setting.n + 1)]
+
+
+def _rested(run: Callable[[int], float]) -> Callable[[int], float]:
+    """`run` after a pause, in which idle threads of whoever ran before stop spinning."""
+
+    def rested(index: int) -> float:
+        time.sleep(_REST)
+        return run(index)
+
+    return rested
 
 
 def _memory(setting: Setting) -> list[Row]:
