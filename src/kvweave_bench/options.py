@@ -10,10 +10,10 @@ from kvweave.errors import KvweaveError
 
 BENCHES = {
     "cold-groups": "16 prompts of 392 tokens that share 384 nobody has computed, arriving together",
-    "engine": "Prefill, decoding and appending against transformers; decoding together against alone",
+    "engine": "Prefill, decoding, appending against transformers; decoding together against alone",
     "peers": "Against llama.cpp and transformers with the same weights, in their best settings",
     "repeats": "Decoding with drafts from text that is there, against decoding without",
-    "moved": "One document behind wrappers of other lengths, against the same prompts computed cold",
+    "moved": "One document behind other wrappers, against the same prompts computed cold",
     "shapes": "Earlier text in other shapes, against an oracle of all shared runs of 32 tokens",
     "lookup": "Looking up prompts of 16,384 tokens among 8 million cached ones, on one core",
     "unrelated": "Short unrelated prompts: the throughput of fuzzy_match against radix",
@@ -23,7 +23,7 @@ BENCHES = {
     "grammar": "Answers under JSON schemas (SchemaStore's) against answers without",
     "kv-dtype": "Number types of KV: divergence from float32, exact and moved; memory; decoding",
     "shared": "Many askers of one moved document: pages and answers, read in place or copied",
-    "paraphrase-gate": "Questions that mean the same, and hard negatives: which ones would be served",
+    "paraphrase-gate": "Questions that mean the same, and hard negatives: which would be served",
     "semantic": "Unrelated prompts with pauses: first token with the provider semantic and without",
     "quality": "Answers from moved KV against the same model's cold answers",
     "agents": "What an agent's calls reuse of each other",

@@ -108,7 +108,8 @@ def test_benches_are_listed_one_a_line(capsys):
     assert run("bench", "--list") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(BENCHES)
-    assert all(line.endswith(f"  {what}") for line, what in zip(lines, BENCHES.values(), strict=True))
+    told = zip(lines, BENCHES.values(), strict=True)
+    assert all(line.endswith(f"  {what}") for line, what in told)
 
 
 def test_options_of_the_command_line_reach_the_bench(monkeypatch, tmp_path):
