@@ -115,7 +115,10 @@ class Workload:
         messages = [*messages, {"role": "user", "content": self._text(10, 40)}]
         body = self._body("chat") | {"messages": messages}
         body.pop("n", None)
-        return Case("chat", "/v1/chat/completions", body, [rendered(messages)])
+        text = rendered(messages)
+        too_long = len(text) + body["max_tokens"] > CONTEXT
+        refused = (400,) if too_long else ()
+        return Case("chat", "/v1/chat/completions", body, [text], refused=refused)
 
     def _scored(self) -> Case:
         case = self._prefix()
