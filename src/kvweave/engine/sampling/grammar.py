@@ -10,7 +10,6 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -36,76 +35,39 @@ _NOT_SCHEMAS = frozenset({"const", "enum", "default", "examples"})
 
 
 class GrammarMatcher:
-    """Where one answer stands in its grammar; belongs to the engine's thread.
+    """Where one answer stands in its grammar; belongs to the engine's thread."""
 
-    As soon as the answer goes on, `worker` computes the mask of the next token, beside the model's
-    pass over this one. Whatever else needs the matcher waits for that.
-    """
+    __slots__ = ("_address", "_ending", "_goes_on", "_mask", "_matcher")
 
-    __slots__ = (
-        "_address",
-        "_ending",
-        "_goes_on",
-        "_mask",
-        "_matcher",
-        "_pending",
-        "_worker",
-        "finished",
-    )
-
-    def __init__(
-        self, matcher: LLMatcher, ending: npt.NDArray[np.int32], goes_on: bool, worker: Executor
-    ) -> None:
+    def __init__(self, matcher: LLMatcher, ending: npt.NDArray[np.int32], goes_on: bool) -> None:
         """`ending`: bits of the tokens that may end a complete answer; `goes_on`: a complete answer
         ends only where nothing can follow (ignore_eos)."""
         self._matcher = matcher
         self._ending = ending
         self._goes_on = goes_on
-        self._worker = worker
         self._mask = np.zeros_like(ending)
         self._address = self._mask.ctypes.data
-        self._pending: Future[None] | None = None
-        self.finished = bool(matcher.is_stopped())
+
+    @property
+    def finished(self) -> bool:
         """Whether the answer is complete and nothing may follow."""
+        return bool(self._matcher.is_stopped())
 
     def accept(self, token: int) -> None:
         """The answer goes on with `token`, which is none that ends it."""
-        self._settle()
         if not self._matcher.consume_token(token):
             raise KvweaveError(f"the grammar cannot go on: {_reason(self._matcher)}")
-        self.finished = bool(self._matcher.is_stopped())
-        if not self.finished:
-            self.prefetch()
 
     def allowed_run(self, tokens: Sequence[int]) -> int:
         """How many of `tokens`, from the first on, the grammar allows one after another."""
-        self._settle()
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def twin(self) -> GrammarMatcher:
         """The same place in the grammar, which goes on by itself."""
-        self._settle()
-        return GrammarMatcher(self._matcher.deep_copy(), self._ending, self._goes_on, self._worker)
-
-    def prefetch(self) -> None:
-        """Begin to compute the mask of the next token."""
-        self._pending = self._worker.submit(self._compute)
+        return GrammarMatcher(self._matcher.deep_copy(), self._ending, self._goes_on)
 
     def mask(self) -> npt.NDArray[np.int32]:
-        """One bit per token: whether it may come next. Valid until the next `accept`."""
-        if self._pending is None:
-            self._compute()
-        else:
-            self._pending.result()
-        return self._mask
-
-    def _settle(self) -> None:
-        """Wait until no other thread uses the matcher. What failed there is told by `mask`."""
-        if self._pending is not None:
-            wait((self._pending,))
-            self._pending = None
-
-    def _compute(self) -> None:
+        """One bit per token: whether it may come next. Valid until the next call."""
         mask, matcher = self._mask, self._matcher
         matcher.unsafe_compute_mask_ptr(self._address, mask.nbytes)
         if matcher.is_error():
@@ -115,6 +77,7 @@ class GrammarMatcher:
                 mask |= self._ending
             elif (further := mask & ~self._ending).any():
                 mask[:] = further
+        return mask
 
 
 class GrammarCompiler:
@@ -127,7 +90,6 @@ class GrammarCompiler:
         self._read: LLTokenizer | None = None
         self._lock = threading.Lock()
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
-        self._worker = ThreadPoolExecutor(1, "kvweave-mask")
 
     def prepare(self) -> None:
         """Read the vocabulary ahead of the first grammar: that holds up all threads for a moment.
@@ -175,9 +137,7 @@ class GrammarCompiler:
         bits = np.zeros(-(-self._tokenizer().vocab_size // 32) * 32, np.bool_)
         bits[list(tokens)] = True
         packed = np.packbits(bits, bitorder="little").view(np.int32)
-        made = GrammarMatcher(compiled.deep_copy(), packed, ignore_eos, self._worker)
-        made.prefetch()
-        return made
+        return GrammarMatcher(compiled.deep_copy(), packed, ignore_eos)
 
     def _make(self, spec: GrammarSpec) -> LLMatcher:
         from llguidance import LLMatcher
