@@ -173,11 +173,12 @@ def positive(group: Any, *names: str) -> list[str]:
 
 
 def share(group: Any, *names: str) -> list[str]:
-    """Problems of the named fields that are not from 0 to 1."""
+    """Problems of the named fields that are set, and not from 0 to 1."""
+    given = {name: getattr(group, name) for name in names}
     return [
-        f"{flag_name(group, name)} is a share from 0 to 1, not {getattr(group, name)}"
-        for name in names
-        if not 0 <= getattr(group, name) <= 1
+        f"{flag_name(group, name)} is a share from 0 to 1, not {value}"
+        for name, value in given.items()
+        if value is not None and not 0 <= value <= 1
     ]
 
 

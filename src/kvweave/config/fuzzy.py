@@ -110,8 +110,7 @@ class FuzzyConfig:
         )
         found += positive(self, "semantic_budget_ms", "semantic_index_tokens")
         found += positive(self, "semantic_min_span", "session_seconds")
-        found += share(self, "min_reuse_ratio", "max_share")
-        found += share(self, *(["refresh"] if self.refresh is not None else []))
+        found += share(self, "min_reuse_ratio", "max_share", "refresh")
         found += share(self, "semantic_threshold", "semantic_max_share")
         for name in (
             "self_check_max_kl",
