@@ -25,9 +25,9 @@ from kvweave.config import (
     SpeculativeConfig,
 )
 from kvweave.engine.async_engine import AsyncEngine
-from kvweave.engine.components import EngineComponents
 from kvweave.engine.engine import Engine
 from kvweave.engine.execution.batch import ForwardBatch
+from kvweave.engine.execution.executor import EngineComponents
 from kvweave.engine.types import Completion, GenerateRequest, OutputDelta, SamplingParams
 from kvweave.errors import ForwardInterruptedError, RequestError
 from kvweave.kv.pool import PagePool

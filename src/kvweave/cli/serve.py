@@ -20,7 +20,7 @@ from kvweave.plugins import moving_backends
 
 if TYPE_CHECKING:
     from kvweave.server.model_card import EngineInfo
-    from kvweave.server.service import ServingEngine
+    from kvweave.server.streaming import ServingEngine
 
 log = logging.getLogger("kvweave.server")
 

@@ -31,7 +31,7 @@ _TRIES = 3
 
 
 class RemoteEngine:
-    """A `server.service.ServingEngine` over a handle to EngineReplica deployments."""
+    """A `server.streaming.ServingEngine` over a handle to EngineReplica deployments."""
 
     def __init__(self, handle: DeploymentHandle, facts: EngineInfo) -> None:
         self.tokenizer = facts.tokenizer

@@ -14,9 +14,12 @@ import numpy as np
 import torch
 
 from kvweave.config import EngineConfig
-from kvweave.engine.components import EngineComponents
-from kvweave.engine.execution.batch import BatchBuilder
-from kvweave.engine.execution.executor import BatchExecutor, RowOutput
+from kvweave.engine.execution.executor import (
+    BatchBuilder,
+    BatchExecutor,
+    EngineComponents,
+    RowOutput,
+)
 from kvweave.engine.heal import Healer
 from kvweave.engine.output.sequence_output import SequenceOutput, SequenceOutputFactory
 from kvweave.engine.sampling.grammar import GrammarCompiler

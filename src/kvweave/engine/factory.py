@@ -12,7 +12,7 @@ from typing import Any
 from kvweave.config import EngineConfig, FuzzyConfig
 from kvweave.config.events import EventsConfig
 from kvweave.engine.attention import get_backend
-from kvweave.engine.components import EngineComponents
+from kvweave.engine.execution.executor import EngineComponents
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.execution.threads import StepThreads
 from kvweave.errors import ConfigError

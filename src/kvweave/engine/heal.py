@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvweave.engine.components import EngineComponents
-from kvweave.engine.execution.batch import BatchBuilder
+from kvweave.engine.execution.executor import BatchBuilder, EngineComponents
 from kvweave.engine.scheduler.request import RequestGroup, Sequence
 from kvweave.engine.scheduler.scheduler import Row
 from kvweave.engine.types import GenerateRequest, SamplingParams

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvweave.engine.components import Runner
 from kvweave.engine.execution.batch import ForwardBatch
+from kvweave.engine.execution.executor import Runner
 from kvweave.errors import KvweaveError
 
 

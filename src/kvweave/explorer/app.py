@@ -10,7 +10,7 @@ from kvweave.explorer.history import History
 from kvweave.explorer.routes import explorer_router
 from kvweave.server.app import build_api
 from kvweave.server.model_card import ModelCard
-from kvweave.server.service import ServingEngine
+from kvweave.server.streaming import ServingEngine
 
 
 def build_app(

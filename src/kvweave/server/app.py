@@ -25,7 +25,8 @@ from kvweave.server.routes.generate import generate_router
 from kvweave.server.routes.messages import messages_router
 from kvweave.server.routes.responses import responses_router
 from kvweave.server.schemas import describe
-from kvweave.server.service import Service, ServingEngine
+from kvweave.server.service import Service
+from kvweave.server.streaming import ServingEngine
 from kvweave.version import __version__
 
 if TYPE_CHECKING:

@@ -1,12 +1,18 @@
-"""Orders the parts of a message that the client lets move by what is cached of them.
+"""Changes the order of a conversation before it is rendered, so that more of it is cached.
 
+`reorder`: the parts of a message that the client lets move are ordered by what is cached of them.
 The pieces serve to find an order; the prompt is then rendered and tokenised as a whole, as if the
 client had sent it in that order.
+
+`move_volatile_head`: agents put request ids, dates and checksums before everything else; an exact
+prefix then ends in the first line of every prompt. The operator declares such lines
+(--volatile-head), a request asks for the move, and its answer says which lines were moved.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +25,7 @@ from kvweave.kv.pool import IntArray
 from kvweave.reorder import Pieces, Proposal, confirmed, propose, tokens_within
 from kvweave.server.prompts import PART_END, ChatPrompt, Conversation, PromptReader
 from kvweave.server.protocol import Reorder
-from kvweave.server.service import ServingEngine
+from kvweave.server.streaming import ServingEngine
 
 if TYPE_CHECKING:
     from kvweave.engine.engine import Engine
@@ -115,3 +121,50 @@ class _Frame:
 
 def _array(tokens: Sequence[int]) -> IntArray:
     return np.array(tokens, np.int32)
+
+
+_ROLES = ("system", "developer")
+
+
+class VolatileHead:
+    """Lines that begin as one of the regular expressions describes."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = [re.compile(pattern) for pattern in patterns]
+
+    def moved(self, chat: ChatPrompt) -> tuple[ChatPrompt, dict[str, Any]]:
+        """The conversation with its declared lines at the end of the system text, and a report.
+
+        The report has the `message` and its moved `lines`, counted from 0 through all parts.
+        RequestError if nothing is declared.
+        """
+        if not self._patterns:
+            raise RequestError(
+                "this server declares no lines that change with every call (--volatile-head)",
+                param="move_volatile_head",
+            )
+        first = chat.messages[0]
+        if first["role"] not in _ROLES:
+            return chat, {"message": None, "lines": []}
+        content = first.get("content") or ""
+        parts = (content,) if isinstance(content, str) else content
+        kept, moved, places = [], [], []
+        at = 0
+        for part in parts:
+            stay = []
+            for line in part.split("\n"):
+                if any(pattern.match(line) for pattern in self._patterns):
+                    moved.append(line)
+                    places.append(at)
+                else:
+                    stay.append(line)
+                at += 1
+            kept.append("\n".join(stay))
+        report = {"message": 0, "lines": places}
+        if not moved:
+            return chat, report
+        whole: Any = (*kept, "\n".join(moved))
+        if isinstance(content, str):
+            whole = "\n".join(part for part in whole if part)
+        messages = [{**first, "content": whole}, *chat.messages[1:]]
+        return replace(chat, messages=messages), report

@@ -10,22 +10,36 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvweave.engine.types import GenerateRequest, OutputDelta
+from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
 from kvweave.errors import KvweaveError, RequestError
 from kvweave.server.errors import AnswerFailedError
 from kvweave.server.request_metrics import RequestMetrics
 
+if TYPE_CHECKING:
+    from kvweave.engine.engine import Engine
 
-class DeltaSource(Protocol):
-    """The part of AsyncEngine that generates answers."""
+log = logging.getLogger("kvweave.server")
+T = TypeVar("T")
+
+
+class ServingEngine(Protocol):
+    """The part of an engine that a server uses; `engine.AsyncEngine` is one."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[OutputDelta]:
         """Deltas of all answers to one prompt; closing the iterator aborts the unfinished ones."""
@@ -33,6 +47,40 @@ class DeltaSource(Protocol):
 
     def abort(self, rid: str) -> None:
         """End a request; its answers finish with "abort". Unknown ids are ignored."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine has stopped for good."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's transformers tokenizer."""
+        ...
+
+    async def start(self) -> None:
+        """Start the engine's thread."""
+        ...
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Finish running requests for up to `drain_seconds`, then abort the rest."""
+        ...
+
+    async def flush_cache(self, timeout: float = 0.0) -> None:
+        """Drop all cached KV once no request runs; RequestError after `timeout` seconds."""
+        ...
+
+    async def close_session(self, session: str, cache_salt: str | None) -> int:
+        """Forget what a session computed behind moved text; returns how many tokens."""
+        ...
+
+    def snapshot(self) -> EngineSnapshot:
+        """Gauges and counters, as of now."""
+        ...
+
+    async def run_on_engine_thread(self, at: Callable[[Engine], T]) -> T:
+        """The result of `at`, called between two steps; it must be quick and change nothing."""
         ...
 
 
@@ -83,7 +131,7 @@ class Generation:
         requests: Sequence[GenerateRequest],
         metrics: Sequence[RequestMetrics],
         *,
-        source: DeltaSource,
+        source: ServingEngine,
         live: LiveGenerations,
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -176,10 +224,6 @@ def _joined(first: OutputDelta, then: OutputDelta) -> OutputDelta:
         plan=first.plan or then.plan,
         refreshed=first.refreshed or then.refreshed,
     )
-
-
-log = logging.getLogger("kvweave.server")
-T = TypeVar("T")
 
 
 class Writer(Protocol):

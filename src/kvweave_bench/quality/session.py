@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvweave.config import CacheConfig, EngineConfig, ModelConfig
-from kvweave.engine.components import Runner
 from kvweave.engine.engine import Engine
 from kvweave.engine.execution.batch import ForwardBatch
+from kvweave.engine.execution.executor import Runner
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.factory import build_components
 from kvweave.engine.logit_recorder import LogitRecorder, RecordedLogits

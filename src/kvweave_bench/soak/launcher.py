@@ -21,7 +21,7 @@ import torch
 
 from kvweave.engine.engine import Engine
 from kvweave.engine.execution import executor
-from kvweave.engine.execution.batch import BatchBuilder
+from kvweave.engine.execution.executor import BatchBuilder
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.heal import Healer
 from kvweave.engine.output.sequence_output import SequenceOutput, SequenceOutputFactory

@@ -9,11 +9,10 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from kvweave.engine.types import Completion, OutputDelta, TokenLogprob
-from kvweave.server.chat import start_chat
 from kvweave.server.protocol import ChatBody
 from kvweave.server.responses import TokenTexts, scored_tokens
 from kvweave.server.schemas import ChatCompletion, ChatCompletionChunk, answers
-from kvweave.server.service import Service
+from kvweave.server.service import Service, start_chat
 from kvweave.server.tools import (
     AnswerParser,
     AnswerPart,

@@ -12,13 +12,12 @@ from starlette.responses import Response
 
 from kvweave.engine.types import OutputDelta
 from kvweave.errors import RequestError
-from kvweave.server.chat import StartedChat, chat_body, joined, read_chat, start_chat
 from kvweave.server.errors import anthropic_error, body_of
 from kvweave.server.fields import Number, Stops, Whole
 from kvweave.server.protocol import ChatBody, RequestBody, longest_mark
 from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.schemas import CountedTokens, MessageAnswer, NamedEvent, answers
-from kvweave.server.service import Service
+from kvweave.server.service import Service, StartedChat, chat_body, joined, read_chat, start_chat
 from kvweave.server.streaming import Batch, GenerationResponse
 from kvweave.server.tools import AnswerPart, CallPart, ReasoningPart, TextPart
 

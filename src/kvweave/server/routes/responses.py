@@ -14,14 +14,13 @@ from starlette.responses import Response
 from kvweave.engine.types import OutputDelta
 from kvweave.errors import RequestError
 from kvweave.server import schemas
-from kvweave.server.chat import StartedChat, chat_body, joined, start_chat
 from kvweave.server.errors import body_of
 from kvweave.server.fields import Number, Whole
 from kvweave.server.protocol import ChatBody, RequestBody
 from kvweave.server.request_metrics import RequestMetrics, usage_body
 from kvweave.server.responses import scored_tokens
 from kvweave.server.schemas import answers
-from kvweave.server.service import Service
+from kvweave.server.service import Service, StartedChat, chat_body, joined, start_chat
 from kvweave.server.stored_responses import ResponseStore
 from kvweave.server.streaming import Batch, GenerationResponse
 from kvweave.server.tools import AnswerPart, CallPart, ReasoningPart, TextPart
