@@ -96,6 +96,16 @@ def test_interrupting_is_quiet(monkeypatch, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_help_lists_flags_under_a_heading_per_area(capsys):
+    assert run("serve", "--help") == 0
+    out = capsys.readouterr().out
+    order = [
+        out.index(each) for each in ("Model options:", "--dtype", "Cache options:", "--page-size")
+    ]
+    assert order == sorted(order)
+    assert out.index("Cluster options:") < out.index("\nOptions:") < out.index("--config")
+
+
 def test_version_and_help(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out == f"kvweave {kvweave.__version__}\n"

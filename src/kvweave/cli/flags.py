@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from kvweave.cli.settings_file import read_settings
-from kvweave.config.base import as_flag, did_you_mean, kinds_of, make, read, settings_of
+from kvweave.config.base import as_flag, did_you_mean, groups_of, kinds_of, make, read, settings_of
 from kvweave.plugins import choices_of
 
 PASS_UNKNOWN = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -71,12 +72,30 @@ def takes_settings(
                 _parameter("ctx", typer.Context),
                 *_own_parameters(command, {*groups, "given"}),
                 *([_parameter("config", str | None, _CONFIG_FILE)] if config_file else []),
-                *_options(settings_of(*groups.values()), kinds),
+                *(each for group in groups_of(*groups.values()) for each in _options(group, kinds)),
             ]
         )
         return run
 
     return decorate
+
+
+class CommandWithGroups(TyperCommand):
+    """A command whose --help lists its options under a heading per group of settings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write one section per heading, the command's own options last."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                heading = getattr(parameter, "rich_help_panel", None) or "Options"
+                sections.setdefault(heading, []).append(record)
+        own = sections.pop("Options", [])
+        for heading, records in (*sections.items(), ("Options", own)):
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
 
 def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
@@ -96,18 +115,17 @@ def _own_parameters(
     ]
 
 
-def _options(
-    settings: Mapping[str, Field[Any]], kinds: Mapping[str, type]
-) -> list[inspect.Parameter]:
+def _options(group: type, kinds: Mapping[str, type]) -> list[inspect.Parameter]:
     """One typer option per setting. Values stay texts, which `read` converts with all problems."""
     found = []
-    for name, item in settings.items():
+    for name, item in settings_of(group).items():
         flag, kind = as_flag(name), kinds[name]
         shared: dict[str, Any] = {
             "help": item.metadata["help"],
             "envvar": f"KVWEAVE_{name.upper()}",
             "show_envvar": False,
             "show_default": item.default is not None,
+            "rich_help_panel": re.sub(r"(Config|Options)$", " options", group.__name__),
         }
         if choices := choices_of(item.metadata.get("choices")):
             shared["help"] += f" One of {', '.join(choices)}."

@@ -12,7 +12,7 @@ import typer
 
 from kvweave.cli.chat import chat
 from kvweave.cli.demo import demo
-from kvweave.cli.flags import PASS_UNKNOWN, takes_settings
+from kvweave.cli.flags import PASS_UNKNOWN, CommandWithGroups, takes_settings
 from kvweave.cli.generate import generate
 from kvweave.cli.model import check_model, info
 from kvweave.cli.serve import serve
@@ -72,7 +72,7 @@ def build_cli() -> typer.Typer:
         *(check_model, bench, info, store),
     )
     for command in commands:
-        cli.command(context_settings=PASS_UNKNOWN, epilog=_EPILOG)(command)
+        cli.command(cls=CommandWithGroups, context_settings=PASS_UNKNOWN, epilog=_EPILOG)(command)
     return cli
 
 
