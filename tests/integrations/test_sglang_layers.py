@@ -10,45 +10,50 @@ import torch
 
 import support.fake_sglang as fake
 from kvweave.errors import UnsupportedModelError
-from kvweave.kv.relocation import relocate
 
 pytestmark = pytest.mark.usefixtures("sglang")
 
 HEADS, DIM, HIDDEN, CONTEXT = 2, 16, 12, 4096
 
 
-class Rope(torch.nn.Module):
-    """As SGLang's RotaryEmbedding: sines and cosines by position, halves or interleaved pairs."""
-
-    def __init__(self, dim: int = DIM, *, halves: bool = True, scale: float = 1.0) -> None:
-        super().__init__()
-        self.dim, self.halves, self.scale = dim, halves, scale
-        self.register_buffer("cos_sin_cache", self._compute_cos_sin_cache(), persistent=False)
-
-    def _compute_cos_sin_cache(self) -> torch.Tensor:
-        frequencies = 1 / 10_000 ** (torch.arange(0, self.dim, 2) / self.dim)
-        angles = torch.arange(CONTEXT)[:, None] * frequencies
-        return torch.cat([angles.cos(), angles.sin()], -1) * self.scale
-
-    def forward(self, positions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        cosine, sine = self.rows(positions)[:, None].chunk(2, -1)
-        turned, rest = key[..., : self.dim], key[..., self.dim :]
-        if self.halves:
-            a, b = turned.chunk(2, -1)
-            return torch.cat([a * cosine - b * sine, b * cosine + a * sine, rest], -1)
-        a, b = turned[..., ::2], turned[..., 1::2]
-        pairs = torch.stack([a * cosine - b * sine, b * cosine + a * sine], -1)
-        return torch.cat([pairs.flatten(-2), rest], -1)
-
-    def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        return self.cos_sin_cache[positions]
-
-
-class LongRope(Rope):
+class LongRope(fake.RotaryEmbedding):
     """Other frequencies for all positions once one of them is far."""
 
-    def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        return self.cos_sin_cache[positions // 2 if positions.max() > 2000 else positions]
+    def row_of(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions // 2 if positions.max() > 2000 else positions
+
+
+class ShortRope(fake.RotaryEmbedding):
+    """All positions behind its table's end are turned alike."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.cos_sin_cache = self.cos_sin_cache[:2000]
+
+    def row_of(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions.clamp(max=1999)
+
+
+class LastRowFirst(fake.RotaryEmbedding):
+    """Turns keys as others do, but the row of a position is not where others have it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.cos_sin_cache = self.cos_sin_cache.flip(0)
+
+    def row_of(self, positions: torch.Tensor) -> torch.Tensor:
+        return 4095 - positions
+
+
+class Backwards(fake.RotaryEmbedding):
+    """Turns keys the other way round."""
+
+    def forward(self, positions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return super().forward_native(positions, key * FLIPPED) * FLIPPED
+
+
+FLIPPED = torch.tensor([1.0] * (DIM // 2) + [-1.0] * (DIM // 2))
+"""Complex conjugation of halves."""
 
 
 class Attention(torch.nn.Module):
@@ -92,40 +97,87 @@ def _inspect(*attentions: torch.nn.Module) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [Rope(), Rope(halves=False), Rope(DIM // 2), Rope(DIM // 2, halves=False), Rope(scale=1.3)],
-    ids=["halves", "interleaved", "partial", "partial interleaved", "scaled"],
-)
-def test_the_rotation_is_found_and_moves_keys(rope: Rope) -> None:
-    [layout] = _inspect(Attention(rope))
-    key = torch.randn(1, HEADS, DIM)
-    here, there = (rope(torch.tensor([at]), key) for at in (700, 40))
-    torch.testing.assert_close(relocate(here, layout.rotary, -660), there, atol=1e-3, rtol=1e-3)
+ROPES = {
+    "halves": fake.RotaryEmbedding(DIM),
+    "interleaved": fake.RotaryEmbedding(DIM, halves=False),
+    "partial": fake.RotaryEmbedding(DIM // 2),
+    "partial interleaved": fake.RotaryEmbedding(DIM // 2, halves=False),
+    "scaled": fake.RotaryEmbedding(DIM, scale=1.3),
+    "backwards": Backwards(DIM),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_keys_are_moved_by_the_table_that_turned_them(name: str) -> None:
+    """As far as float32 goes. Angles in float64 would be off by the table's own error: 1e-4."""
+    from kvweave.integrations.sglang.mover import PoolMover, SlotRun
+
+    rope, (slots, far) = ROPES[name], (40, 3900)
+    pool = fake.MHATokenToKVPool(2 * slots, 1, 1, HEADS, DIM)
+    plain, value = torch.randn(2, slots, HEADS, DIM).unbind()
+    pool.k_buffer[0][:slots] = rope(torch.arange(far, far + slots), plain)
+    pool.v_buffer[0][:slots] = value
+    mover = PoolMover(pool, _inspect(Attention(rope)), None)
+    here, there = torch.arange(slots), torch.arange(slots, 2 * slots)
+    mover.move([SlotRun(here[:9], there[:9], far, 7), SlotRun(here[9:], there[9:], far + 9, 90)])
+    expected = rope(torch.cat([torch.arange(7, 16), torch.arange(90, 121)]), plain)
+    torch.testing.assert_close(pool.k_buffer[0][there], expected, atol=2e-6, rtol=2e-6)
+    assert torch.equal(pool.v_buffer[0][there], value)
+
+
+def test_a_table_in_bfloat16_moves_keys_as_exactly() -> None:
+    """Where SGLang rounds its table, its own rounding is in every key; a quotient has it, too."""
+    from kvweave.integrations.sglang.layers import RotaryTable
+    from kvweave.kv.layout import Rotary
+    from kvweave.kv.relocation import turned
+
+    rope = fake.RotaryEmbedding(DIM).bfloat16()
+    key, positions = torch.randn(3, HEADS, DIM), torch.tensor([5, 600, 4000])
+    moved = turned(
+        rope(positions, key),
+        Rotary(np.ones(DIM // 2)),
+        *RotaryTable(rope, backwards=False).between(positions, positions.flip(0)),
+    )
+    torch.testing.assert_close(moved, rope(positions.flip(0), key), atol=2e-6, rtol=2e-6)
+
+
+def test_a_table_that_sglang_replaced_is_read_anew() -> None:
+    from kvweave.integrations.sglang.layers import RotaryTable
+
+    rope = fake.RotaryEmbedding(DIM)
+    table, (here, there) = RotaryTable(rope, backwards=False), torch.tensor([[3], [9]])
+    before, _ = table.between(here, there)
+    rope.cos_sin_cache = rope.cos_sin_cache.repeat_interleave(2, 0)
+    after, _ = table.between(here, there)
+    assert not torch.equal(before, after)
 
 
 def test_every_layer_has_its_own() -> None:
-    turned, plain = _inspect(Attention(Rope()), Attention(None, 1))
-    assert len(turned.rotary.inv_freq) == DIM // 2
-    assert np.size(plain.rotary.inv_freq) == 0
+    rope = fake.RotaryEmbedding(DIM)
+    turning, plain = _inspect(Attention(rope), Attention(None, 1))
+    assert turning.table.embedding is rope
+    assert plain.table is None
 
 
 @pytest.mark.parametrize(
     ("attention", "words"),
     [
         (LongRope, "frequencies depend on the length"),
+        (ShortRope, "ends after 2000 positions, and prompts may have 4096"),
+        (LastRowFirst, "table of cosines and sines does not turn them"),
         (AddsPosition, "otherwise than by a known rotation"),
         (NeedsMore, "NeedsMore cannot be run outside of a forward pass"),
     ],
 )
 def test_what_is_no_fixed_rotation_is_refused(attention: Any, words: str) -> None:
-    module = Attention(LongRope()) if attention is LongRope else attention(Rope())
+    is_rope = issubclass(attention, fake.RotaryEmbedding)
+    module = Attention(attention(DIM)) if is_rope else attention(fake.RotaryEmbedding(DIM))
     with pytest.raises(UnsupportedModelError, match=f"layer 0 of this model: .*{words}"):
         _inspect(module)
 
 
 def test_attention_works_again_after_the_trial() -> None:
-    attention = Attention(Rope())
+    attention = Attention(fake.RotaryEmbedding(DIM))
     _inspect(attention)
     with pytest.raises(AssertionError, match="nothing attends when a layer is run alone"):
         attention(torch.tensor([0]), torch.randn(1, HIDDEN), None)

@@ -96,6 +96,38 @@ class RadixAttention(torch.nn.Module):
         raise AssertionError("nothing attends when a layer is run alone")
 
 
+class RotaryEmbedding(torch.nn.Module):
+    """Turns keys by a float32 table of cosines and sines; halves or interleaved pairs."""
+
+    def __init__(
+        self, dim: int, *, base: int = 10_000, halves: bool = True, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.halves, self.scale = dim, base, halves, scale
+        self.register_buffer("cos_sin_cache", self._compute_cos_sin_cache(), persistent=False)
+
+    def _compute_cos_sin_cache(self) -> torch.Tensor:
+        frequencies = 1 / self.base ** (torch.arange(0, self.dim, 2) / self.dim)
+        angles = torch.arange(4096)[:, None] * frequencies
+        return torch.cat([angles.cos(), angles.sin()], -1) * self.scale
+
+    def forward_native(self, positions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        rows = self.cos_sin_cache.index_select(0, self.row_of(positions))
+        cosine, sine = rows[:, None].to(key.dtype).chunk(2, -1)
+        turned, rest = key[..., : self.dim], key[..., self.dim :]
+        if self.halves:
+            a, b = turned.chunk(2, -1)
+            return torch.cat([a * cosine - b * sine, b * cosine + a * sine, rest], -1)
+        a, b = turned[..., ::2], turned[..., 1::2]
+        pairs = torch.stack([a * cosine - b * sine, b * cosine + a * sine], -1)
+        return torch.cat([pairs.flatten(-2), rest], -1)
+
+    forward = forward_native
+
+    def row_of(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
+
 class ForwardMode(Enum):
     EXTEND = 1
     DECODE = 2
@@ -247,6 +279,7 @@ _MODULES = {
     "mem_cache.unified_radix_cache": (UnifiedRadixCache,),
     "mem_cache.memory_pool": (MHATokenToKVPool, ReqToTokenPool),
     "layers.radix_attention": (RadixAttention,),
+    "layers.rotary_embedding.base": (RotaryEmbedding,),
     "model_executor.forward_batch_info": (ForwardMode,),
     "managers.schedule_batch": (Req, ReqKvInfo),
     "managers.schedule_policy": (AddReqResult, PrefillAdder),

@@ -15,8 +15,7 @@ import torch
 
 import support.fake_sglang as fake
 from kvweave.integrations.sglang.settings import PluginConfig
-from kvweave.kv.layout import LayerLayout, Rotary
-from kvweave.kv.relocation import relocate
+from kvweave.kv.layout import Rotary
 
 SMALL = PluginConfig(
     stride=4,
@@ -29,6 +28,7 @@ SMALL = PluginConfig(
 )
 _LAYERS, _HEADS, _DIM = 2, 2, 8
 _ROTARY = Rotary(1.0 / 100.0 ** (np.arange(_DIM // 2) / (_DIM // 2)))
+_EMBEDDING = fake.RotaryEmbedding(_DIM, base=100)
 _CODES = torch.randn(512, _HEADS, _DIM, generator=torch.Generator().manual_seed(1))
 
 
@@ -46,6 +46,7 @@ class Server:
         """`chunk`: most tokens that a step computes of a prompt; None: no hooks, and all of it."""
         from kvweave.integrations.sglang.cache import FuzzyRadixCache
         from kvweave.integrations.sglang.chunks import register_hooks
+        from kvweave.integrations.sglang.layers import KeyRotation, RotaryTable
         from kvweave.integrations.sglang.mirror import Mirror
         from kvweave.integrations.sglang.mover import PoolMover
 
@@ -54,9 +55,9 @@ class Server:
         self.page_size = page_size
         self.pool = fake.MHATokenToKVPool(slots, page_size, _LAYERS, _HEADS, _DIM)
         self.allocator = fake.Allocator(slots, page_size, self.pool)
-        layouts = [LayerLayout(_HEADS, _DIM, _DIM, rotary=_ROTARY)] * _LAYERS
+        rotations = [KeyRotation(_ROTARY, RotaryTable(_EMBEDDING, backwards=False))] * _LAYERS
         self.cache = FuzzyRadixCache(fake.CacheInitParams(self.allocator, page_size))
-        self.mover = PoolMover(self.pool, layouts, None)
+        self.mover = PoolMover(self.pool, rotations, None)
         mirror = Mirror(page_size, slots // page_size, config)
         self.cache.attach(mirror, self.mover, config, alone=alone, chunked=chunk is not None)
 
@@ -172,7 +173,7 @@ class Server:
         for layer in range(_LAYERS):
             keys, values = self.pool.k_buffer[layer][slots], self.pool.v_buffer[layer][slots]
             torch.testing.assert_close(values, _CODES[list(ids)])
-            torch.testing.assert_close(keys, _keys(ids, 0), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(keys, _keys(ids, 0), atol=2e-6, rtol=2e-6)
 
     def _compute(self, req: fake.Req, begin: int, end: int) -> None:
         ids = req.full_untruncated_fill_ids[begin:end]
@@ -196,5 +197,4 @@ class Server:
 
 
 def _keys(ids: array[int], start: int) -> torch.Tensor:
-    turned = [relocate(_CODES[id_], _ROTARY, start + at) for at, id_ in enumerate(ids)]
-    return torch.stack(turned) if turned else torch.zeros(0, _HEADS, _DIM)
+    return _EMBEDDING(torch.arange(start, start + len(ids)), _CODES[list(ids)])

@@ -26,34 +26,51 @@ def turn(rotary: Rotary, delta: int) -> npt.NDArray[np.float32]:
     """Factors that turn a key by `delta` positions: (2, turned), turned = 2 * len(inv_freq).
 
     Element x of a key's rotated part becomes x * factors[0] + partner(x) * factors[1]; the partner
-    is the other element of its pair. Angles are worked out in float64: after a million positions at
-    the highest frequency, a float32 knows an angle to a sixteenth of a radian only.
+    is the other element of its pair.
     """
-    angles = delta * rotary.inv_freq.astype(np.float64)
-    cosine, sine = np.cos(angles), np.sin(angles)
+    cosine, sine = _cosine_and_sine(rotary, delta)
     if rotary.interleaved:
-        factors = np.stack([np.repeat(cosine, 2), np.stack([-sine, sine], 1).ravel()])
-    else:
-        factors = np.stack([np.tile(cosine, 2), np.concatenate([-sine, sine])])
-    return factors.astype(np.float32)
+        return np.stack([np.repeat(cosine, 2), np.stack([-sine, sine], 1).ravel()])
+    return np.stack([np.tile(cosine, 2), np.concatenate([-sine, sine])])
 
 
 def relocate(keys: torch.Tensor, rotary: Rotary, delta: int) -> torch.Tensor:
-    """`keys` (..., key_dim) of any positions, each `delta` positions further on. A new tensor.
+    """`keys` (..., key_dim) of any positions, each `delta` positions further on. A new tensor."""
+    cosine, sine = (torch.from_numpy(at).to(keys.device) for at in _cosine_and_sine(rotary, delta))
+    return turned(keys, rotary, cosine, sine)
 
-    Computed in float32, rounded once to the keys' own type.
+
+def turned(
+    keys: torch.Tensor, rotary: Rotary, cosine: torch.Tensor, sine: torch.Tensor
+) -> torch.Tensor:
+    """`keys` (..., key_dim), each pair turned by an angle of its own. A new tensor.
+
+    cosine, sine: float32 (..., pairs), of these angles; they broadcast. Computed in float32,
+    rounded once to the keys' own type.
     """
-    factors = torch.from_numpy(turn(rotary, delta)).to(keys.device)
-    start, stop = rotary.offset, rotary.offset + factors.shape[1]
-    moved = keys.clone()
-    turned = keys[..., start:stop].float()
+    pairs, start = len(rotary.inv_freq), rotary.offset
+    stop = start + 2 * pairs
     if rotary.interleaved:
-        pairs = turned.reshape(*turned.shape[:-1], len(rotary.inv_freq), 2)
-        partner = pairs.flip(-1).reshape(turned.shape)
+        halves = slice(start, stop, 2), slice(start + 1, stop, 2)
     else:
-        partner = turned.roll(factors.shape[1] // 2, -1)
-    moved[..., start:stop] = (turned * factors[0] + partner * factors[1]).to(keys.dtype)
+        halves = slice(start, start + pairs), slice(start + pairs, stop)
+    first, second = (keys[..., half].float() for half in halves)
+    moved = keys.clone()
+    moved[..., halves[0]] = (first * cosine - second * sine).to(keys.dtype)
+    moved[..., halves[1]] = (second * cosine + first * sine).to(keys.dtype)
     return moved
+
+
+def _cosine_and_sine(
+    rotary: Rotary, delta: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Of each pair's angle, which is worked out in float64.
+
+    After a million positions at the highest frequency, a float32 knows an angle to a sixteenth of a
+    radian only.
+    """
+    angles = delta * rotary.inv_freq.astype(np.float64)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -91,25 +91,6 @@ class KVTensors:
         self.key_scales = [room(at.num_kv_heads, _key_groups(at), dtype=_SCALE) for at in scaled]
         self.value_scales = [room(at.num_kv_heads, 1, dtype=_SCALE) for at in scaled]
 
-    @classmethod
-    def over(
-        cls,
-        layouts: Sequence[LayerLayout],
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-    ) -> KVTensors:
-        """Wraps tensors of the shapes above that belong to another owner, without a copy.
-
-        They are of a floating-point type.
-        """
-        view = cls.__new__(cls)
-        view.layouts, view.keys, view.values = tuple(layouts), list(keys), list(values)
-        view.key_scales, view.value_scales = [], []
-        view.page_size, view.num_slots = 1, len(keys[0])
-        view.dtype, view.device = keys[0].dtype, keys[0].device
-        view._library = None
-        return view
-
     @staticmethod
     def bytes_per_slot(layouts: Sequence[LayerLayout], dtype: torch.dtype) -> int:
         """Memory that one token's KV takes over all layers, scales included."""

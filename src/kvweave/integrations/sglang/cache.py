@@ -374,7 +374,7 @@ def _slot_runs(
 ) -> list[SlotRun]:
     targets = torch.split(slots, [piece.length for piece in pieces])
     return [
-        SlotRun(source, target, piece.start - piece.donor_start)
+        SlotRun(source, target, piece.donor_start, piece.start)
         for piece, source, target in zip(pieces, sources, targets, strict=True)
     ]
 
@@ -394,7 +394,7 @@ def build_cache(context: Any) -> FuzzyRadixCache:
         )
     runner, allocator = context.tp_worker.model_runner, context.params.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
-    layouts = inspect_layers(
+    rotations = inspect_layers(
         runner.model,
         range(pool.start_layer, pool.start_layer + pool.layer_num),
         hidden_size=context.model_config.hidden_size,
@@ -403,7 +403,7 @@ def build_cache(context: Any) -> FuzzyRadixCache:
         device=torch.device(pool.device),
     )
     overlapped = not get_schedule().disable_overlap_schedule
-    mover = PoolMover(pool, layouts, runner.forward_stream if overlapped else None)
+    mover = PoolMover(pool, rotations, runner.forward_stream if overlapped else None)
     size = context.params.page_size
     mirror = Mirror(size, max(1, allocator.size // size), config)
     cache: FuzzyRadixCache = create_unified_radix_cache(context, cache_class=FuzzyRadixCache)

@@ -22,6 +22,7 @@ VERSION = "0.5.23"
 """The SGLang that the plug-in is written for and tested with."""
 
 _CACHE = "sglang.srt.mem_cache"
+_ROTARY = "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding"
 
 CONTRACT: Mapping[str, tuple[str, ...]] = {
     f"{_CACHE}.registry:TreeCacheBuildContext": (
@@ -55,6 +56,8 @@ CONTRACT: Mapping[str, tuple[str, ...]] = {
     f"{_CACHE}.memory_pool:MHATokenToKVPool.get_key_buffer": ("layer_id",),
     f"{_CACHE}.memory_pool:MHATokenToKVPool.get_value_buffer": ("layer_id",),
     "sglang.srt.layers.radix_attention:RadixAttention.forward": ("q", "k", "v", "forward_batch"),
+    f"{_ROTARY}._compute_cos_sin_cache": (),
+    f"{_ROTARY}.forward_native!": ("cos_sin_cache", "index_select", "chunk"),
     "sglang.srt.model_executor.forward_batch_info:ForwardMode": ("EXTEND",),
     "sglang.srt.runtime_context:get_schedule": (),
     "sglang.srt.runtime_context:get_serving": (),

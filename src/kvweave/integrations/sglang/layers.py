@@ -2,13 +2,17 @@
 
 Every attention module is run alone, on one hidden state at several positions, up to the point where
 it would hand keys and values to SGLang's attention. What position did to the key is the layer's
-rotation, and one of the model's own frequency tables has to explain it.
+rotation, and one of the model's own tables of cosines and sines has to explain it.
+
+A moved key is turned by the same table that SGLang turns fresh keys by: float32 angles of a model's
+table are off by 1e-4 after 1,000 positions, and a moved key is to be off by as much as a fresh one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,7 +20,8 @@ import numpy as np
 import torch
 
 from kvweave.errors import UnsupportedModelError, reason
-from kvweave.kv.layout import LayerLayout
+from kvweave.kv.layout import Rotary
+from kvweave.kv.relocation import turned
 from kvweave.models.inspect import Floats, Keys, find_rotation
 
 _FAR = 1024
@@ -28,6 +33,38 @@ class _Handed(Exception):  # noqa: N818  (no error: it ends a run early)
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
         self.key, self.value = key, value
+
+
+class RotaryTable(NamedTuple):
+    """Cosines and sines by position, of one of SGLang's rotary embeddings.
+
+    embedding: holds them as `cos_sin_cache`, (positions, 2 * pairs); SGLang may replace that.
+    backwards: the model turns its keys the other way round.
+    """
+
+    embedding: Any
+    backwards: bool
+
+    def between(
+        self, sources: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine, float32 (N, 1, pairs), that turn keys of `sources` to `targets`.
+
+        sources, targets: positions, int64 (N). As complex numbers, a row of targets divided by one
+        of sources: what a table rounds goes into both alike, and a scale of all keys (YaRN) is in
+        both rows.
+        """
+        rows = self.embedding.cos_sin_cache
+        there, here = (torch.complex(*rows[at].float().chunk(2, -1)) for at in (targets, sources))
+        turn = (there / here)[:, None]
+        return turn.real, -turn.imag if self.backwards else turn.imag
+
+
+class KeyRotation(NamedTuple):
+    """How one layer turns keys: which pairs, and by which table; None: not at all."""
+
+    rotary: Rotary
+    table: RotaryTable | None
 
 
 class _Layer(NamedTuple):
@@ -46,28 +83,28 @@ def inspect_layers(
     context_length: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[LayerLayout, ...]:
-    """A LayerLayout for each of `layers`, the numbers of those whose KV the pool keeps.
+) -> tuple[KeyRotation, ...]:
+    """The rotation of each of `layers`, the numbers of those whose KV the pool keeps.
 
     Raises UnsupportedModelError, as a sentence, for the first layer whose keys cannot be moved.
     """
     found = {layer.number: layer for layer in _attention_layers(model)}
-    tables = _frequency_tables(model)
+    tables = _rotary_tables(model)
     hidden = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(0))
     runs = _LayerRuns(hidden.to(device, dtype), context_length)
-    layouts = []
+    rotations = []
     for number in layers:
         if number not in found:
             raise UnsupportedModelError(
                 f"layer {number} of this model keeps KV but has no attention that kvweave knows"
             )
         try:
-            layouts.append(runs.layout(found[number], tables))
+            rotations.append(runs.rotation(found[number], tables))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
                 f"layer {number} of this model: its keys cannot be moved: {error}"
             ) from error
-    return tuple(layouts)
+    return tuple(rotations)
 
 
 class _LayerRuns:
@@ -79,7 +116,9 @@ class _LayerRuns:
         self._positions = [0, 1, far, far + 1]
         self._furthest = max(1, context_length - 1)
 
-    def layout(self, layer: _Layer, tables: Sequence[Floats]) -> LayerLayout:
+    def rotation(
+        self, layer: _Layer, tables: Sequence[tuple[Floats, torch.nn.Module]]
+    ) -> KeyRotation:
         key, value = self._run(layer, self._positions)
         beside_far, _ = self._run(layer, [0, 1, self._furthest, self._furthest])
         keys = Keys.of(key.transpose(0, 1), np.array(self._positions, np.float64))
@@ -87,10 +126,29 @@ class _LayerRuns:
             raise UnsupportedModelError("their frequencies depend on the length of the prompt")
         if not _alike(value, value[:1], keys.tolerance):
             raise UnsupportedModelError("position enters values, too")
-        rotary = find_rotation(keys, tables)
+        rotary = find_rotation(keys, [frequencies for frequencies, _ in tables])
         if rotary is None:
             raise UnsupportedModelError("position enters them otherwise than by a known rotation")
-        return LayerLayout(key.shape[1], key.shape[2], value.shape[2], rotary=rotary)
+        rotation = KeyRotation(rotary, _table_of(rotary, tables))
+        self._check_table(rotation, key)
+        return rotation
+
+    def _check_table(self, rotation: KeyRotation, key: torch.Tensor) -> None:
+        """Raise UnsupportedModelError unless the table turns `key` back to where it came from."""
+        rotary, table = rotation
+        if table is None:
+            return
+        rows = len(table.embedding.cos_sin_cache)
+        if rows <= self._furthest:
+            raise UnsupportedModelError(
+                f"the table of their cosines and sines ends after {rows} positions, and prompts "
+                f"may have {self._furthest + 1}"
+            )
+        positions = torch.tensor(self._positions, device=key.device)
+        back = turned(key, rotary, *table.between(positions, torch.zeros_like(positions)))
+        keys = Keys.of(back.transpose(0, 1), np.array(self._positions, np.float64))
+        if keys.error(replace(rotary, inv_freq=0 * rotary.inv_freq)) >= keys.tolerance:
+            raise UnsupportedModelError("the model's table of cosines and sines does not turn them")
 
     def _run(self, layer: _Layer, positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value (positions, heads, dim) that the layer hands over."""
@@ -155,18 +213,30 @@ def _attention_layers(model: torch.nn.Module) -> Iterator[_Layer]:
                 yield _Layer(attention.layer_id, attention, around)
 
 
-def _frequency_tables(model: torch.nn.Module) -> list[Floats]:
-    """Every different table of rotary frequencies (radians per position) that the model holds.
+def _rotary_tables(model: torch.nn.Module) -> list[tuple[Floats, torch.nn.Module]]:
+    """The model's rotary embeddings of different frequencies (radians per position), with these.
 
-    A table's sines and cosines at position 1 are those of its frequencies. It is computed anew in
-    float32, since the model's own copy may be rounded. A constant scale (YaRN) leaves angles alone.
+    Sines and cosines at position 1 are those of the frequencies. They are computed anew in float32,
+    since the model's own copy may be rounded. A constant scale (YaRN) leaves angles alone.
     """
-    tables: dict[bytes, Floats] = {}
+    tables: dict[bytes, tuple[Floats, torch.nn.Module]] = {}
     for module in model.modules():
         compute = getattr(module, "_compute_cos_sin_cache", None)
-        if compute is None or not hasattr(module, "cos_sin_cache"):
+        rows = getattr(module, "cos_sin_cache", None)
+        if compute is None or rows is None or rows.dim() != 2:
             continue
         cosine, sine = compute()[1].double().cpu().chunk(2, dim=-1)
-        table = torch.atan2(sine, cosine).numpy()
-        tables.setdefault(table.tobytes(), table)
+        frequencies = torch.atan2(sine, cosine).numpy()
+        tables.setdefault(frequencies.tobytes(), (frequencies, module))
     return list(tables.values())
+
+
+def _table_of(
+    rotary: Rotary, tables: Sequence[tuple[Floats, torch.nn.Module]]
+) -> RotaryTable | None:
+    """The one that `rotary` was built on; None for keys without position."""
+    for frequencies, embedding in tables:
+        for backwards, sign in enumerate((1, -1)):
+            if np.array_equal(rotary.inv_freq, sign * frequencies):
+                return RotaryTable(embedding, bool(backwards))
+    return None

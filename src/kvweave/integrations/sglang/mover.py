@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from kvweave.kv.layout import LayerLayout
-from kvweave.kv.relocation import MoveRun, TensorMover, relocate
-from kvweave.kv.tensors import KVTensors
+from kvweave.integrations.sglang.layers import KeyRotation
+from kvweave.kv.relocation import turned
 
 _AT_ONCE = 4096
+"""Tokens whose float32 copies fit into what SGLang leaves of a device's memory."""
 
 
 class SlotRun(NamedTuple):
-    """Tokens that all move by the same distance.
+    """Tokens that follow each other, in a donor and in a recipient.
 
-    sources, targets: int64 (N), on the pool's device.
+    sources, targets: their slots, int64 (N), on the pool's device. donor_start, start: the first
+    one's position in each.
     """
 
     sources: torch.Tensor
     targets: torch.Tensor
-    delta: int
+    donor_start: int
+    start: int
 
 
 class PoolMover:
@@ -36,28 +37,42 @@ class PoolMover:
     the copy. Without it, everything is on the current stream.
     """
 
-    def __init__(self, pool: Any, layouts: Sequence[LayerLayout], stream: Any | None) -> None:
+    def __init__(self, pool: Any, rotations: Sequence[KeyRotation], stream: Any | None) -> None:
         self._pool = pool
-        self._layouts = tuple(layouts)
-        self._stream = stream
+        self._rotations = tuple(rotations)
         self._device = torch.device(pool.device)
-        self._native: TensorMover | None = None
-        self._viewed: list[torch.Tensor] = []
+        self._stream = None if self._device.type == "cpu" else stream  # CPUs have no streams
 
     def move(self, runs: Sequence[SlotRun]) -> None:
-        """Copy every run's values, and its keys turned by its delta, in every layer."""
-        if self._device.type == "cpu":
-            self._on_cpu(runs)
-            return
-        pieces = [piece for run in runs for piece in _pieces(run)]
+        """Copy every run's values, and its keys turned to their positions, in every layer."""
         with self._ordered(runs), torch.inference_mode():
-            for number, layout in enumerate(self._layouts, self._pool.start_layer):
-                keys = self._pool.get_key_buffer(number)
-                values = self._pool.get_value_buffer(number)
-                assert layout.rotary is not None  # else refused at start
-                for run in pieces:
-                    values[run.targets] = values[run.sources]
-                    keys[run.targets] = relocate(keys[run.sources], layout.rotary, run.delta)
+            every = (
+                torch.cat([run.sources for run in runs]),
+                torch.cat([run.targets for run in runs]),
+                torch.cat([self._positions(run.donor_start, run) for run in runs]),
+                torch.cat([self._positions(run.start, run) for run in runs]),
+            )
+            for piece in zip(*(torch.split(of, _AT_ONCE) for of in every), strict=True):
+                self._move(*piece)
+
+    def _positions(self, start: int, run: SlotRun) -> torch.Tensor:
+        return torch.arange(start, start + len(run.sources), device=self._device)
+
+    def _move(
+        self,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        donor_positions: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        tables = {rotation.table for rotation in self._rotations if rotation.table is not None}
+        turns = {table: table.between(donor_positions, positions) for table in tables}
+        for number, (rotary, table) in enumerate(self._rotations, self._pool.start_layer):
+            keys = self._pool.get_key_buffer(number)
+            values = self._pool.get_value_buffer(number)
+            values[targets] = values[sources]
+            lent = keys[sources]
+            keys[targets] = lent if table is None else turned(lent, rotary, *turns[table])
 
     def _ordered(self, runs: Sequence[SlotRun]) -> Any:
         if self._stream is None:
@@ -68,26 +83,3 @@ class PoolMover:
             run.sources.record_stream(self._stream)
             run.targets.record_stream(self._stream)
         return device.stream(self._stream)
-
-    def _on_cpu(self, runs: Sequence[SlotRun]) -> None:
-        """CPUs have no streams; the compiled kernel does it in one pass."""
-        numbers = range(self._pool.start_layer, self._pool.start_layer + len(self._layouts))
-        keys = [self._pool.get_key_buffer(number) for number in numbers]
-        values = [self._pool.get_value_buffer(number) for number in numbers]
-        if self._native is None or keys[0] is not self._viewed[0]:
-            tensors = KVTensors.over(self._layouts, keys, values)
-            self._native, self._viewed = TensorMover(tensors), keys
-        self._native.move(
-            [MoveRun(_as_slots(run.sources), _as_slots(run.targets), run.delta) for run in runs]
-        )
-
-
-def _pieces(run: SlotRun) -> Iterator[SlotRun]:
-    """`run` in pieces whose float32 copies fit into what SGLang leaves of a device's memory."""
-    sources, targets = (torch.split(slots, _AT_ONCE) for slots in run[:2])
-    for some, other in zip(sources, targets, strict=True):
-        yield SlotRun(some, other, run.delta)
-
-
-def _as_slots(slots: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int32]]:
-    return slots.numpy().astype(np.int32)
