@@ -89,7 +89,7 @@ def moving_backends() -> tuple[str, ...]:
 FUZZY_PROVIDERS = Registry(
     "fuzzy provider",
     {
-        "spans": "kvweave.fuzzy.span_index:SpanIndex",
+        "spans": "kvweave.fuzzy.anchors:SpanIndex",
         "semblend": "kvweave.paraphrase.semblend:SemblendProvider",
         "semantic": "kvweave.paraphrase.semantic:SemanticProvider",
     },

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from kvweave.cli import chat as chat_module
-from kvweave.cli import generate as generate_module
 from kvweave.cli.main import main
 from kvweave.cli.session import Session
 from kvweave.engine.types import Usage
@@ -27,7 +26,6 @@ def engine(monkeypatch):
         card = toy_card(engine.tokenizer)
         yield Session(engine, PromptReader(engine.tokenizer, card), "toy")
 
-    monkeypatch.setattr(generate_module, "open_session", open_session)
     monkeypatch.setattr(chat_module, "open_session", open_session)
     return engine
 

@@ -57,7 +57,7 @@ def test_unexpected_errors_are_one_sentence_too_except_under_debug(monkeypatch, 
     def broken(*_):
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr("kvweave.server.run.bind", broken)
+    monkeypatch.setattr("kvweave.server.app.bind", broken)
     assert run("serve") == 2
     assert "unexpected ZeroDivisionError: by zero (--debug shows where)" in capfd.readouterr().err
     with pytest.raises(ZeroDivisionError):
@@ -82,7 +82,7 @@ def test_serve_warns_of_fuzzy_flags_without_effect(monkeypatch, caplog):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvweave.server.logs.configure_logging", lambda *_: None)
-    monkeypatch.setattr("kvweave.server.run.bind", stop)
+    monkeypatch.setattr("kvweave.server.app.bind", stop)
     assert run("serve", "--fuzzy-provider", "spans") == 130
     assert "without effect: --fuzzy-provider" in caplog.text
 
@@ -91,7 +91,7 @@ def test_interrupting_is_quiet(monkeypatch, capfd):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvweave.server.run.bind", interrupted)
+    monkeypatch.setattr("kvweave.server.app.bind", interrupted)
     assert run("serve") == 130
     assert "Traceback" not in capfd.readouterr().err
 

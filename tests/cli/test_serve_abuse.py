@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kvweave.config import ServerConfig
-from kvweave.server.run import bind
+from kvweave.server.app import bind
 from support.serverkit import eventually
 
 LONG = {"prompt": "x", "max_tokens": 255, "ignore_eos": True, "stream": True}

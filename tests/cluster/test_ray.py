@@ -127,7 +127,7 @@ def test_refusals_arrive_as_the_engine_made_them(cluster):
 
 
 def test_snapshots_add_mappings_key_by_key():
-    from kvweave.cluster.remote import total
+    from kvweave.cluster.replica import total
 
     one = EngineSnapshot(running=1, hit_tokens={"exact": 5}, paraphrase_refused={"facts": 2})
     other = EngineSnapshot(running=2, hit_tokens={"exact": 1, "moved": 3})
@@ -159,7 +159,7 @@ class Words:
 
 def test_a_rid_in_use_is_refused_and_the_first_request_answered():
     """Replicas do not know each other's requests, so the server refuses the second one."""
-    from kvweave.cluster.remote import RemoteEngine
+    from kvweave.cluster.replica import RemoteEngine
 
     handle = Mock()
     handle.options.return_value.generate.remote.side_effect = lambda _: Words("it goes on")
@@ -179,7 +179,7 @@ def test_a_rid_in_use_is_refused_and_the_first_request_answered():
 
 def remote(*broadcasts):
     """A RemoteEngine whose broadcasts return, or raise, `broadcasts` in order."""
-    from kvweave.cluster.remote import RemoteEngine
+    from kvweave.cluster.replica import RemoteEngine
 
     def answer(*_, **__):
         found = next(answers)
@@ -196,7 +196,7 @@ def remote(*broadcasts):
 def test_new_replicas_are_noticed_after_all_died(monkeypatch):
     from ray.serve.exceptions import DeploymentUnavailableError
 
-    from kvweave.cluster import remote as module
+    from kvweave.cluster import replica as module
 
     monkeypatch.setattr(module, "_REFRESH_SECONDS", 0.0)
     up, gone = [EngineSnapshot(running=1)], DeploymentUnavailableError(Mock())

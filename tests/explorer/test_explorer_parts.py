@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
 from kvweave.explorer.history import SOURCES, History, Record, counts, source_runs
-from kvweave.explorer.queries import SURE_TO_BE_FOUND, pieces, shared_runs
-from kvweave.explorer.views import prompt_view
+from kvweave.explorer.queries import SURE_TO_BE_FOUND, pieces, prompt_view, shared_runs
 from kvweave.prefix.plan import Plan, Reuse, Span, Tier, runs_of
-from kvweave.server.metrics import Metrics
-from kvweave.server.request_metrics import RequestMetrics
+from kvweave.server.metrics import Metrics, RequestMetrics
 from kvweave.server.responses import TokenTexts
 
 

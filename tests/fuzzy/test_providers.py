@@ -15,8 +15,8 @@ import pytest
 from kvweave import plugins
 from kvweave.config import FuzzyConfig, validate
 from kvweave.errors import ConfigError
+from kvweave.fuzzy.anchors import SpanIndex
 from kvweave.fuzzy.provider import create_provider
-from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.plugins import FUZZY_PROVIDERS
 from support.fuzzy_world import SMALL, World, text
 
@@ -40,7 +40,7 @@ def test_the_built_in_provider_is_the_default_and_always_there() -> None:
 
 
 def test_packages_offer_providers_by_name(offer: Callable[..., None]) -> None:
-    offer(theirs="kvweave.fuzzy.span_index:SpanIndex", spans="not.there:Nothing")
+    offer(theirs="kvweave.fuzzy.anchors:SpanIndex", spans="not.there:Nothing")
     assert FUZZY_PROVIDERS.names() == ("spans", "semblend", "semantic", "theirs")
     validate(replace(SMALL, provider="theirs"))
     config = replace(SMALL, provider="theirs")
@@ -48,7 +48,7 @@ def test_packages_offer_providers_by_name(offer: Callable[..., None]) -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_there_are(offer: Callable[..., None]) -> None:
-    offer(theirs="kvweave.fuzzy.span_index:SpanIndex")
+    offer(theirs="kvweave.fuzzy.anchors:SpanIndex")
     with pytest.raises(
         ConfigError, match="no fuzzy provider 'other'; there are spans, semblend, semantic, theirs"
     ):
@@ -60,7 +60,7 @@ def test_an_unknown_name_is_refused_with_those_there_are(offer: Callable[..., No
         validate(replace(SMALL, provider="other"))
 
 
-@pytest.mark.parametrize("value", ["not.there:Nothing", "kvweave.fuzzy.span_index:Nothing"])
+@pytest.mark.parametrize("value", ["not.there:Nothing", "kvweave.fuzzy.matcher:Nothing"])
 def test_one_that_does_not_load_says_so(offer: Callable[..., None], value: str) -> None:
     offer(broken=value)
     with pytest.raises(ConfigError, match=r"'broken' does not start: .*(not|Nothing)"):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvweave.config import FuzzyConfig
+from kvweave.fuzzy.anchors import SpanIndex
 from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.matcher import PLACES_TRIED
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
-from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.tree import RadixTree
 from kvweave_bench.workloads.oracle import shared_positions
@@ -234,7 +234,7 @@ def test_hashes_that_lie_find_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> 
         return np.full(len(tokens) - width + 1, 77, np.uint64)
 
     monkeypatch.setattr("kvweave.fuzzy.matcher.block_hashes", blocks)
-    monkeypatch.setattr("kvweave.fuzzy.span_index.window_hashes", windows)
+    monkeypatch.setattr("kvweave.fuzzy.matcher.window_hashes", windows)
     store = Store()
     store.add(text(1, 80))
     store.add(text(2, 80), Namespace("other"))

@@ -16,7 +16,7 @@ from kvweave.config import ModelConfig
 from kvweave.engine.attention import get_backend
 from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.execution.runner import ModelRunner
-from kvweave.engine.selfcheck.quantization import quantization_cost
+from kvweave.engine.selfcheck.measure import quantization_cost
 from kvweave.errors import ConfigError
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import LoadedModel, load_model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.cli.settings_file import read_settings
+from kvweave.cli.flags import read_settings
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.server.metrics import PREFIX, Metrics
 from support.serverkit import FakeEngine, RunningServer

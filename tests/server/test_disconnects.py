@@ -11,8 +11,7 @@ import pytest
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, SamplingParams, TokenLogprob, Usage
 from kvweave.prefix.plan import Span
-from kvweave.server.metrics import Metrics
-from kvweave.server.request_metrics import RequestMetrics
+from kvweave.server.metrics import Metrics, RequestMetrics
 from kvweave.server.streaming import Generation, LiveGenerations
 from support.serverkit import TEXT, eventually
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvweave.server.known_fields import _REFUSALS
+from kvweave.server.fields import _REFUSALS
 from kvweave.server.protocol import (
     AbortBody,
     ChatBody,

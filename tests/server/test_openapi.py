@@ -6,7 +6,7 @@ import pytest
 
 from kvweave.config import ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
-from kvweave.explorer.app import build_app
+from kvweave.explorer.routes import build_app
 from kvweave.server.grammars import FIELDS
 from support.enginekit import make_world
 from support.serverkit import FakeEngine, RunningServer, eventually, toy_card, toy_tokenizer

@@ -12,7 +12,7 @@ from openai.types import embedding_create_params as openai_embeddings
 from openai.types.chat import completion_create_params as openai_chat
 from openai.types.responses import response_create_params as openai_responses
 
-from kvweave.server.known_fields import IGNORED, REFUSED
+from kvweave.server.fields import IGNORED, REFUSED
 from kvweave.server.protocol import ChatBody, CompletionBody
 from kvweave.server.routes.embeddings import EmbeddingsBody
 from kvweave.server.routes.generate import GenerateBody

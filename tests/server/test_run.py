@@ -11,7 +11,7 @@ import pytest
 from kvweave.config import ServerConfig
 from kvweave.errors import ConfigError, EngineDeadError
 from kvweave.server import app as server_app
-from kvweave.server.run import bind, serve, url_of
+from kvweave.server.app import bind, serve, url_of
 from support.serverkit import FakeEngine, RunningServer, eventually, toy_card
 
 

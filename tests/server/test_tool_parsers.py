@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvweave.plugins import REASONING_PARSERS as REASONING_NAMES
 from kvweave.plugins import TOOL_CALL_PARSERS
-from kvweave.server.reasoning_parser import ReasoningParser
+from kvweave.server.answer_plans import ReasoningParser
 from kvweave.server.tool_forms import REASONING_PARSERS, TOOL_PARSERS, Reasoning
 from kvweave.server.tool_parsers import make_tool_parser
 from kvweave.server.tools import AnswerParser, ParsedAnswer, parse

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import typer
 
-from kvweave.cli.store import Action, store
+from kvweave.cli.model import Action, store
 from kvweave.errors import ConfigError
 from kvweave.store.pages import folders_in, look_at
 from support.enginekit import FAMILIES, World, oracle_answer, prompt, request

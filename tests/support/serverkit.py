@@ -25,11 +25,11 @@ from kvweave.engine.types import (
     Usage,
 )
 from kvweave.errors import OverloadedError, RequestError
-from kvweave.explorer.app import build_app
+from kvweave.explorer.routes import build_app
 from kvweave.prefix.plan import Span
 from kvweave.reorder import SeenPrompts
+from kvweave.server.app import DrainingServer, bind
 from kvweave.server.model_card import ModelCard
-from kvweave.server.run import DrainingServer, bind
 
 TEXT = "The quick brown fox jumps over the lazy dog. "
 CONTEXT = 2048

@@ -10,13 +10,11 @@ from typing import Annotated
 
 import typer
 
-from kvweave.cli.chat import chat
+from kvweave.cli.chat import chat, generate
 from kvweave.cli.demo import demo
 from kvweave.cli.flags import PASS_UNKNOWN, CommandWithGroups, takes_settings
-from kvweave.cli.generate import generate
-from kvweave.cli.model import check_model, info
+from kvweave.cli.model import check_model, info, store
 from kvweave.cli.serve import serve
-from kvweave.cli.store import store
 from kvweave.errors import ConfigError, KvweaveError
 from kvweave.version import __version__
 from kvweave_bench.options import BENCHES, BenchOptions, check_name

@@ -1,15 +1,17 @@
-"""`kvweave info` and `kvweave check-model`: facts about a model and about this machine."""
+"""`kvweave info`, `check-model` and `store`: facts about the machine, a model, and stored KV."""
 
 from __future__ import annotations
 
 import os
 import platform
+import sqlite3
 from collections.abc import Iterable
+from enum import Enum
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,11 +20,13 @@ from rich.table import Table
 from kvweave.cli.flags import takes_settings
 from kvweave.cli.session import check_machine, loading_bar
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, ModelConfig
+from kvweave.errors import ConfigError
 from kvweave.plugins import choices_of
 from kvweave.version import __version__
 
 if TYPE_CHECKING:
     from kvweave.engine.selfcheck.measure import Measured
+
 
 FAILED = 1
 """Exit code of check-model for a model that should be served with exact reuse only."""
@@ -122,7 +126,7 @@ def check_model(model: ModelConfig, fuzzy: FuzzyConfig) -> None:
     check_machine(EngineConfig(model=model, fuzzy=fuzzy))
     # Imported here: torch and the models' code take seconds to load.
     from kvweave.engine.selfcheck import gate
-    from kvweave.engine.selfcheck.quantization import quantization_cost
+    from kvweave.engine.selfcheck.measure import quantization_cost
     from kvweave.models import load_model
     from kvweave.prefix.registry import approximate_backends
 
@@ -171,3 +175,62 @@ def _facts(measured: list[Measured]) -> tuple[str, ...]:
     cold = sum(each.cold == "gold" for each in measured)
     warm = sum(each.warm == "gold" for each in measured)
     return str(cold), str(warm), str(sum(each.misled for each in measured))
+
+
+DAMAGED = 1
+"""Exit code of `verify` where something was damaged."""
+
+
+class Action(str, Enum):
+    """What to do with a folder."""
+
+    INFO = "info"
+    VERIFY = "verify"
+    PURGE = "purge"
+
+
+_Action = Annotated[Action, typer.Argument(help="info: count; verify: check; purge: delete.")]
+_Folder = Annotated[Path, typer.Argument(help="The folder of --kv-store.")]
+
+
+def store(action: _Action, folder: _Folder) -> None:
+    """Show, check or empty a folder of --kv-store.
+
+    verify reads every page and deletes damaged ones, unless a server uses the folder. purge deletes
+    what no server uses.
+    """
+    from kvweave.store.pages import folders_in, purge  # imported here: it loads numpy
+
+    try:
+        found = folders_in(folder)
+    except OSError as error:
+        raise ConfigError([f"{folder} cannot be read: {error.strerror}"]) from None
+    if not found:
+        typer.echo(f"nothing is stored in {folder}")
+    damaged = 0
+    for each in found:
+        if action is Action.PURGE:
+            typer.echo(f"{each.name}  {'deleted' if purge(each) else 'kept: a server uses it'}")
+        else:
+            damaged += _show(each, verify=action is Action.VERIFY)
+    if damaged:
+        raise typer.Exit(DAMAGED)
+
+
+def _show(folder: Path, *, verify: bool) -> int:
+    """Print a line about one model's folder; returns how much of it was damaged."""
+    from kvweave.store.pages import look_at
+
+    try:
+        facts = look_at(folder, verify=verify)
+    except sqlite3.Error as error:
+        typer.echo(
+            f"{folder.name}  its catalogue is damaged ({error}): the next server starts anew"
+        )
+        return 1
+    words = f"{facts.tokens:,} tokens in {facts.pages:,} pages, {facts.bytes / 1e9:.2f} GB"
+    if facts.damaged is not None:
+        fate = "not deleted while a server uses it" if facts.in_use else "deleted"
+        words += f", {facts.damaged} damaged" + (f" ({fate})" if facts.damaged else "")
+    typer.echo(f"{folder.name}  {words}{', in use' if facts.in_use else ''}")
+    return facts.damaged or 0

@@ -32,17 +32,17 @@ def serve(
     """Serve a model over an OpenAI-compatible API."""
     if cluster.replicas == 1:
         check_machine(engine)
+    from kvweave.server.app import bind
     from kvweave.server.connections import with_files
     from kvweave.server.logs import configure_logging
-    from kvweave.server.run import bind
 
     configure_logging(server.log_level, server.log_format)
     engine.warn_without_effect(given)
     server = with_files(server)
     listening = bind(server)  # before the model is loaded, which takes a while
     with _leaving_on_sigterm(), _engines(engine, cluster) as (answering, facts):
-        from kvweave.explorer.app import build_app
-        from kvweave.server.run import serve as run
+        from kvweave.explorer.routes import build_app
+        from kvweave.server.app import serve as run
 
         app = build_app(answering, facts.card, server, facts.config, facts.self_check, cluster)
         if server.open:

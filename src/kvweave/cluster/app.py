@@ -21,8 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvweave.cluster.remote import RemoteEngine
-from kvweave.cluster.replica import EngineReplica
+from kvweave.cluster.replica import EngineReplica, RemoteEngine
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig, validate
 from kvweave.config.base import kinds_of, make, read
 from kvweave.errors import ConfigError, UnsupportedModelError, reason
@@ -76,8 +75,8 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, handle: Any, server: ServerConfig, cluster: ClusterConfig
     ) -> None:
-        from kvweave.cluster.remote import RemoteEngine
-        from kvweave.explorer.app import build_app
+        from kvweave.cluster.replica import RemoteEngine
+        from kvweave.explorer.routes import build_app
 
         facts = await handle.facts.remote()
         self._engine = RemoteEngine(handle, facts)

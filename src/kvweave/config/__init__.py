@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 
 from kvweave.config.base import as_flag, groups_of, settings_of, validate
 from kvweave.config.cache import CacheConfig
-from kvweave.config.cluster import ClusterConfig
 from kvweave.config.events import EventsConfig
 from kvweave.config.fuzzy import FuzzyConfig
 from kvweave.config.model import ModelConfig
-from kvweave.config.scheduler import SchedulerConfig
-from kvweave.config.server import ServerConfig
-from kvweave.config.speculative import SpeculativeConfig
+from kvweave.config.scheduler import SchedulerConfig, SpeculativeConfig
+from kvweave.config.server import ClusterConfig, ServerConfig
 from kvweave.plugins import BACKENDS, moving_backends
 
 __all__ = [

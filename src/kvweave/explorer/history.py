@@ -14,7 +14,7 @@ import numpy as np
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.plan import Span, Tier
 from kvweave.prefix.tree import common_prefix
-from kvweave.server.request_metrics import RequestMetrics
+from kvweave.server.metrics import RequestMetrics
 
 FRESH = "fresh"
 REFRESHED = "refreshed"

@@ -1,4 +1,4 @@
-"""Routes of the explorer: the page's files, and the JSON API behind it."""
+"""Routes of the explorer: the page's files, the JSON API behind it, and the whole application."""
 
 from __future__ import annotations
 
@@ -11,27 +11,36 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, FastAPI, Path, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
+from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
+from kvweave.engine.selfcheck.gate import SelfCheck
 from kvweave.errors import RequestError
 from kvweave.explorer.history import History, Record
-from kvweave.explorer.queries import declined_paraphrases, explain, shared_runs, view_of
-from kvweave.explorer.views import (
+from kvweave.explorer.queries import (
+    declined_paraphrases,
+    explain,
     live_view,
     prompt_view,
+    shared_runs,
     summary_view,
     tree_view,
+    view_of,
     why_not_view,
 )
 from kvweave.plugins import moving_backends
 from kvweave.prefix.plan import Tier
 from kvweave.prefix.tree_snapshot import TreeSnapshot
+from kvweave.server.app import build_api
+from kvweave.server.model_card import ModelCard
 from kvweave.server.service import Service
+from kvweave.server.streaming import ServingEngine
 
 if TYPE_CHECKING:
     from kvweave.engine.engine import Engine
+
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -197,3 +206,28 @@ async def _on_engine_thread(service: Service, at: Callable[[Engine], _T]) -> _T:
         raise RequestError(
             f"the engine was busy for {_ENGINE_SECONDS:g} seconds; try again later", status=503
         ) from None
+
+
+def build_app(
+    engine: ServingEngine,
+    card: ModelCard,
+    config: ServerConfig,
+    engine_config: EngineConfig | None = None,
+    self_check: SelfCheck | None = None,
+    cluster: ClusterConfig | None = None,
+) -> FastAPI:
+    """As `build_api`; with `config.explorer` also the explorer and its history of prompts."""
+    if not config.explorer:
+        return build_api(engine, card, config, engine_config, self_check, cluster)
+    history = History()
+    backend = (engine_config or EngineConfig()).cache.prefix_cache_backend
+    return build_api(
+        engine,
+        card,
+        config,
+        engine_config,
+        self_check,
+        cluster,
+        observer=history,
+        more_routes=lambda service: explorer_router(service, history, backend),
+    )

@@ -16,9 +16,9 @@ import numpy as np
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import ConfigError
+from kvweave.fuzzy.anchors import SpanIndex
 from kvweave.fuzzy.matcher import common_suffix
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
-from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.pool import IntArray
 from kvweave.paraphrase.embedders import Embedder, EmbedderProcess, Vectors, check_embedder
 from kvweave.paraphrase.embedding_queue import EmbeddingQueue

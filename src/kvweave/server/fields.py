@@ -1,13 +1,22 @@
-"""Types of request fields: values of several spellings are brought to one, and bounded."""
+"""Types of request fields, and fields of other servers that this one refuses or ignores.
+
+Values of several spellings are brought to one, and bounded. The fields that are served are those of
+the bodies in `protocol`. A field that would change the answer is refused with a reason, unless its
+value asks for nothing. A field of neither kind is unknown and ignored. docs/serving.md shows the
+table; a test holds the two together.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from kvweave.errors import RequestError
 
 MAX_PROMPTS = 1024
 MAX_STOPS = 16
@@ -223,3 +232,136 @@ Prompts = Annotated[
         }
     ),
 ]
+
+
+class Refusal(NamedTuple):
+    """Why some fields are refused. `neutral`: values that ask for nothing, beside the usual."""
+
+    names: tuple[str, ...]
+    reason: str
+    neutral: tuple[Any, ...] = ()
+
+
+def _refuse(names: str, reason: str, *neutral: Any) -> Refusal:
+    return Refusal(tuple(names.split()), reason, neutral)
+
+
+REFUSED: tuple[Refusal, ...] = (
+    _refuse("guided_decoding_backend", "grammars are enforced by llguidance", "auto", "guidance"),
+    _refuse("guided_whitespace_pattern", "a schema's white space is up to 32 blanks"),
+    _refuse("format", "it is called response_format here"),
+    _refuse("stop_regex", "an answer ends at strings (stop) or tokens (stop_token_ids)"),
+    _refuse("repetition_detection", "an answer ends at stop strings, tokens or its limit"),
+    _refuse("use_beam_search", "answers are sampled, not searched"),
+    _refuse("custom_logit_processor custom_params vllm_xargs", "this server takes no extensions"),
+    _refuse("watermarking", "answers carry no watermark"),
+    _refuse("thinking_token_budget", "reasoning has no limit of its own: set max_tokens", -1),
+    _refuse("typical_p tfs_z", "tokens are filtered by top_k, top_p and min_p", 1),
+    _refuse(
+        "mirostat top_a dynatemp_range dry_multiplier xtc_probability samplers",
+        "tokens are chosen by temperature, top_k, top_p, min_p and penalties",
+        0,
+    ),
+    _refuse("repeat_penalty", "it is called repetition_penalty here", 1),
+    _refuse("repeat_last_n", "repetition_penalty counts the whole prompt and answer"),
+    _refuse("max_new_tokens n_predict num_predict", "it is called max_tokens here"),
+    _refuse("min_new_tokens", "it is called min_tokens here", 0),
+    _refuse("sampling_seed", "it is called seed here"),
+    _refuse("no_stop_trim", "it is called include_stop_str_in_output here"),
+    _refuse("extra_key", "it is called cache_salt here"),
+    _refuse("reasoning", "it is called reasoning_effort here"),
+    _refuse("sampling_params extra_body options", "its fields belong at the top of the body"),
+    _refuse(
+        "truncate_prompt_tokens n_keep num_ctx context_management",
+        "a prompt is served whole or not at all",
+    ),
+    _refuse("container mcp_servers", "tools are run by the client"),
+    _refuse("background conversation", "an answer is sent to the request that asked for it"),
+    _refuse("suffix", "the model continues a prompt, it does not fill gaps"),
+    _refuse("input_ids", "token ids are the prompt of /v1/completions"),
+    _refuse("prompt_embeds input_embeds", "prompts are text or token ids"),
+    _refuse("image_data audio_data video_data audio", "prompts and answers are text"),
+    _refuse("chat_template", "templates are the server's: start it with --chat-template"),
+    _refuse("task", "no chat template here knows tasks"),
+    _refuse("session_params", "a session is the conversation that each request brings"),
+    _refuse("functions", "describe them in tools"),
+    _refuse("function_call", "describe functions in tools", "none", "auto"),
+    _refuse("lora_path lora_name lora_request", "this server serves one model, without adapters"),
+    _refuse("web_search_options", "this server searches nothing"),
+    _refuse("moderation", "this server holds no text against a policy"),
+    _refuse("verbosity", "say in the prompt how long the answer should be", "medium"),
+    _refuse("prompt_logprobs", "ask /v1/completions for echo with logprobs"),
+    _refuse("logprob_token_ids token_ids_logprob n_probs", "logprobs shows the likeliest tokens"),
+    _refuse(
+        "return_token_ids return_prompt_token_ids return_tokens_as_token_ids return_prompt_text "
+        "return_meta_info return_hidden_states return_routed_experts return_logprob",
+        "answers do not carry it",
+    ),
+    _refuse(
+        "kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port bootstrap_room",
+        "this server takes no KV from other servers",
+    ),
+)
+
+IGNORED: Mapping[str, str] = {
+    "user safety_identifier metadata store service_tier custom_labels request_id inference_geo "
+    "user_profile_id workspace_id access_programs log_metrics no_logs": (
+        "bookkeeping (rid names a request here)"
+    ),
+    "prompt_cache_options cache_prompt id_slot keep_alive prediction ngram_corpus_id speed": (
+        "they may only change how fast the answer comes"
+    ),
+    "stream_interval stream_reasoning timings_per_token": "they only cut a stream differently",
+    "length_penalty truncation_side mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold "
+    "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
+    "background_options": "they only qualify a field that is refused",
+    "spaces_between_special_tokens": "text is decoded without spaces added",
+    "return_cached_tokens_details diagnostics": "usage always says what was cached",
+    "routed_experts_prompt_start routed_experts_start_len return_token_offsets return_mm_kwargs "
+    "return_bytes": ("they only qualify what answers do not carry"),
+    "require_reasoning": "reasoning comes before what a grammar describes",
+    "max_tool_calls": "it limits tools that a server runs; here the client runs them",
+    "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank": "for routers",
+    "media_io_kwargs mm_processor_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video "
+    "images_config image": "they only qualify images and sound, which are refused",
+}
+
+_REFUSALS = {name: refusal for refusal in REFUSED for name in refusal.names}
+_NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "separate_reasoning": (True,),
+    "include_reasoning": (True,),
+    "modalities": (["text"],),
+    "add_generation_prompt": (True,),
+    "top_logprobs": (0,),
+}
+"""Values that ask for nothing, of fields that only another endpoint serves."""
+
+
+def refuse_unserved(
+    body: Mapping[Any, Any], served: Collection[str], elsewhere: Mapping[str, str]
+) -> None:
+    """RequestError for the first field of `body` that would change the answer and is not served.
+
+    `elsewhere`: fields that another endpoint serves, with its path.
+    """
+    for name, value in body.items():
+        if name in served:
+            continue
+        if name in elsewhere:
+            reason, neutral = f"it is for {elsewhere[name]}", _NEUTRAL_ELSEWHERE.get(name, ())
+        elif name in _REFUSALS:
+            reason, neutral = _REFUSALS[name].reason, _REFUSALS[name].neutral
+        else:
+            continue
+        if not _asks_for_nothing(value, neutral):
+            raise RequestError(f"{name} is not offered: {reason}", param=name)
+
+
+def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if value is None or value is False or value in ("", [], {}):
+        return True
+    # True equals 1, but not as the answer to a question for a number.
+    return any(value == each and (value is True) == (each is True) for each in neutral)

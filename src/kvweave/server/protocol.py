@@ -1,6 +1,6 @@
 """Request bodies of the HTTP endpoints. Names are OpenAI's; vLLM's and SGLang's otherwise.
 
-Fields of those servers that are not served are in `known_fields`. SamplingParams checks the ranges.
+Fields of those servers that are not served are in `fields`. SamplingParams checks the ranges.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvweave.server.fields import (
     Stops,
     ToolCalls,
     Whole,
+    refuse_unserved,
 )
 from kvweave.server.grammars import FIELDS, requested_grammar
-from kvweave.server.known_fields import refuse_unserved
 from kvweave.server.prompts import ChatPrompt
 from kvweave.server.tools import ToolChoice, tool_choice
 

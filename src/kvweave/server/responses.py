@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from kvweave.engine.types import Completion, OutputDelta, TokenLogprob
 from kvweave.prefix.plan import Span, Tier
 from kvweave.server.errors import body_of
+from kvweave.server.metrics import RequestMetrics, usage_body
 from kvweave.server.protocol import GenerationBody
-from kvweave.server.request_metrics import RequestMetrics, usage_body
 from kvweave.server.streaming import Batch
 
 _SPIECE_SPACE = "\u2581"

@@ -19,12 +19,11 @@ from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import RequestError
 from kvweave.server.answer_plans import AnswerPlanner, constrained
 from kvweave.server.logs import current_rid
-from kvweave.server.metrics import Metrics
+from kvweave.server.metrics import Metrics, RequestMetrics, RequestObserver
 from kvweave.server.model_card import ModelCard
 from kvweave.server.prompts import Conversation, PromptReader
 from kvweave.server.protocol import ChatBody, GenerationBody, RequestBody
 from kvweave.server.reordering import VolatileHead, ordered
-from kvweave.server.request_metrics import RequestMetrics, RequestObserver
 from kvweave.server.responses import Envelope, Format, PlainWriter, StreamWriter, TokenTexts
 from kvweave.server.streaming import Generation, GenerationResponse, LiveGenerations, ServingEngine
 from kvweave.server.tools import AnswerPlan

@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
 from kvweave.errors import KvweaveError, RequestError
 from kvweave.server.errors import AnswerFailedError
-from kvweave.server.request_metrics import RequestMetrics
+from kvweave.server.metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from kvweave.engine.engine import Engine

@@ -16,7 +16,7 @@ from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.execution.executor import Runner
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.factory import build_components
-from kvweave.engine.logit_recorder import LogitRecorder, RecordedLogits
+from kvweave.engine.selfcheck.measure import LogitRecorder, RecordedLogits
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 from kvweave.fuzzy.backend import FuzzyCache

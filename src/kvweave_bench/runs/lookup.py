@@ -9,9 +9,9 @@ import numpy as np
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import IntegrityError
+from kvweave.fuzzy.anchors import SpanIndex
 from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.planner import plan_spans
-from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.tree import RadixTree

@@ -27,8 +27,8 @@ from kvweave.engine.heal import Healer
 from kvweave.engine.output.sequence_output import SequenceOutput, SequenceOutputFactory
 from kvweave.engine.scheduler.scheduler import Scheduler
 from kvweave.engine.stats import Reporter
+from kvweave.fuzzy.anchors import SpanIndex
 from kvweave.fuzzy.backend import FuzzyCache
-from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.relocation import TensorMover
 from kvweave.paraphrase.model_subprocess import ModelSubprocess
 from kvweave.paraphrase.semantic import SemanticProvider
@@ -37,7 +37,7 @@ from kvweave.prefix.hash import HashCache
 from kvweave.prefix.plan import Tier
 from kvweave.prefix.radix import RadixCache
 from kvweave.prefix.tree import upwards
-from kvweave.server.request_metrics import RequestMetrics
+from kvweave.server.metrics import RequestMetrics
 from kvweave.server.service import Service
 
 AUDIT_FILE, SEED = "KVWEAVE_SOAK_AUDIT", "KVWEAVE_SOAK_SEED"

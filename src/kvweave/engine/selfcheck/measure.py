@@ -1,4 +1,10 @@
-"""Serves the self-check's prompts cold and with moved KV, and compares the two."""
+"""Measures how moved KV, and quantised weights, change a model's next tokens.
+
+The self-check's prompts are served cold and with moved KV, and the two are compared. A recorder
+around the engine's runner keeps the logits of an answer and can force its tokens (teacher forcing):
+a greedy sampler takes the largest logit, so a token is forced by raising its logit after the
+model's own logits have been recorded.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +16,68 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
+from torch.nn import functional
 
-from kvweave.config import EngineConfig, SchedulerConfig
+from kvweave.config import EngineConfig, ModelConfig, SchedulerConfig
+from kvweave.engine.attention import get_backend
 from kvweave.engine.engine import Engine
+from kvweave.engine.execution.batch import ForwardBatch
+from kvweave.engine.execution.executor import Runner
+from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.factory import build_components
-from kvweave.engine.logit_recorder import LogitRecorder
-from kvweave.engine.selfcheck.cases import SelfCheckCase
+from kvweave.engine.selfcheck.cases import SelfCheckCase, build_cases
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 from kvweave.kv.pool import IntArray
+from kvweave.kv.tensors import KVTensors
 from kvweave.models.cache import Progress, silent
-from kvweave.models.load import LoadedModel
+from kvweave.models.load import LoadedModel, load_model
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedLogits:
+    """The logits and tokens of one answer.
+
+    logits: float32 (T, V) on the CPU, as the model returned them; row t precedes token t.
+    tokens: (T), including the one that ended the answer.
+    """
+
+    logits: torch.Tensor
+    tokens: tuple[int, ...]
+
+
+class LogitRecorder:
+    """Wraps an engine's runner; records one greedy request at a time."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._rows: list[torch.Tensor] = []
+        self._tokens: list[int] = []
+        self._forced: tuple[int, ...] = ()
+
+    def begin(self, teacher_forced: Sequence[int] = ()) -> None:
+        """Start a new recording; the answer's first tokens will be `teacher_forced`."""
+        self._rows, self._tokens, self._forced = [], [], tuple(teacher_forced)
+
+    def trace(self) -> RecordedLogits:
+        """The recording since `begin`."""
+        return RecordedLogits(torch.stack(self._rows), tuple(self._tokens))
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        logits = self.runner.forward(batch)
+        if not len(batch.logits_at):  # a chunk of a prompt that goes on
+            return logits
+        if len(logits) != 1:
+            raise KvweaveError(f"a logit recorder takes one request, but {len(logits)} ran")
+        step = len(self._rows)
+        self._rows.append(logits[0].to("cpu", copy=True))
+        if step < len(self._forced):
+            logits[0, self._forced[step]] = logits[0].max() + 1
+        self._tokens.append(int(logits[0].max(dim=-1).indices))
+        return logits
+
 
 Verdict = Literal["gold", "decoy", "neither"]
 
@@ -193,3 +249,69 @@ class _Measurement:
                 usage = delta.usage
                 moved = usage.moved_tokens + usage.paraphrase_tokens + usage.refreshed_tokens
         return moved
+
+
+_TEXTS, _LENGTH = 6, 384
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationCost:
+    """Over `tokens` next tokens: KL(float || quantised) in nats, perplexities, equal top tokens."""
+
+    tokens: int
+    kl_mean: float
+    kl_worst: float
+    perplexity: float
+    float_perplexity: float
+    same_top: float
+
+    def __str__(self) -> str:
+        return (
+            f"Quantised weights, against float ones over {self.tokens:,} tokens: KL mean "
+            f"{self.kl_mean:.5f}, worst {self.kl_worst:.4f}; perplexity {self.perplexity:.3f} "
+            f"(float {self.float_perplexity:.3f}); same top token {self.same_top:.1%}"
+        )
+
+
+def quantization_cost(
+    config: ModelConfig, loaded: LoadedModel, progress: Progress
+) -> QuantizationCost | None:
+    """None for a model without quantised weights. Loads the model a second time."""
+    if not loaded.bits:
+        return None
+    plain = load_model(replace(config, quantization="none", dtype="float32"), progress)
+    texts = [case.recipient[:_LENGTH] for case in build_cases(loaded.tokenizer)[:_TEXTS]]
+    divergences, losses = [], []
+    same = total = 0
+    for text in texts:
+        exact, found = _logits(plain, text), _logits(loaded, text)
+        divergences.append(kl_divergence(exact, found))
+        following = torch.from_numpy(text[1:].astype(np.int64))
+        pair = (functional.cross_entropy(each[:-1], following) for each in (exact, found))
+        losses.append(torch.stack(list(pair)))
+        same += int((exact.argmax(-1) == found.argmax(-1)).sum())
+        total += len(text)
+    kl = torch.cat(divergences)
+    float_perplexity, perplexity = torch.stack(losses).mean(0).exp().tolist()
+    return QuantizationCost(
+        total, float(kl.mean()), float(kl.max()), perplexity, float_perplexity, same / total
+    )
+
+
+def _logits(loaded: LoadedModel, text: IntArray) -> torch.Tensor:
+    count = len(text)
+    kv = KVTensors(loaded.layouts, count, 1, dtype=loaded.dtype, device=loaded.device)
+    runner = ModelRunner(loaded, kv, get_backend("auto", loaded.device))
+    at, pages = np.arange(count), np.arange(count, dtype=np.int32)
+    ends = np.array([0, count], np.int32)
+    batch = ForwardBatch(
+        token_ids=text.astype(np.int64),
+        positions=at,
+        slots=at,
+        query_start=ends,
+        pages=pages,
+        page_start=ends,
+        page_size=1,
+        logits_at=at,
+    )
+    return runner.forward(batch)

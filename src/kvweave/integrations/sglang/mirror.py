@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvweave.config import FuzzyConfig
+from kvweave.fuzzy.anchors import SpanIndex
 from kvweave.fuzzy.donors import DonorTree
 from kvweave.fuzzy.guard import Guard, LentDonors
 from kvweave.fuzzy.planner import plan_spans
 from kvweave.fuzzy.provider import Candidate
-from kvweave.fuzzy.span_index import SpanIndex
 from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.lease import Namespace, RequestView

@@ -15,8 +15,8 @@ from kvweave.errors import RequestError
 from kvweave.server import schemas
 from kvweave.server.errors import body_of
 from kvweave.server.fields import MAX_PROMPTS, Prompt, Whole
+from kvweave.server.metrics import reuse_fields
 from kvweave.server.protocol import ChatBody, CompletionBody, GenerationBody, RequestBody
-from kvweave.server.request_metrics import reuse_fields
 from kvweave.server.responses import TokenTexts, finite
 from kvweave.server.schemas import answers
 from kvweave.server.service import Service

@@ -14,8 +14,8 @@ from kvweave.engine.types import OutputDelta
 from kvweave.errors import RequestError
 from kvweave.server.errors import anthropic_error, body_of
 from kvweave.server.fields import Number, Stops, Whole
+from kvweave.server.metrics import RequestMetrics
 from kvweave.server.protocol import ChatBody, RequestBody, longest_mark
-from kvweave.server.request_metrics import RequestMetrics
 from kvweave.server.schemas import CountedTokens, MessageAnswer, NamedEvent, answers
 from kvweave.server.service import Service, StartedChat, chat_body, joined, read_chat, start_chat
 from kvweave.server.streaming import Batch, GenerationResponse

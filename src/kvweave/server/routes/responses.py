@@ -16,8 +16,8 @@ from kvweave.errors import RequestError
 from kvweave.server import schemas
 from kvweave.server.errors import body_of
 from kvweave.server.fields import Number, Whole
+from kvweave.server.metrics import RequestMetrics, usage_body
 from kvweave.server.protocol import ChatBody, RequestBody
-from kvweave.server.request_metrics import RequestMetrics, usage_body
 from kvweave.server.responses import scored_tokens
 from kvweave.server.schemas import answers
 from kvweave.server.service import Service, StartedChat, chat_body, joined, start_chat
