@@ -7,7 +7,7 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvweave.engine.output.detokenizer import BROKEN, Detokenizer
+from kvweave.engine.output import BROKEN, Detokenizer
 
 TEXTS = [
     "The quick brown fox, isn't it? It's 3.14 o'clock.\n\n\tTabs  and   spaces.",

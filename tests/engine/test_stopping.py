@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.engine.output.sequence_output import StopMatcher
+from kvweave.engine.output import StopMatcher
 from support.enginekit import make_world, oracle_answer, prompt, request
 
 SHORT = st.text("ab", min_size=1, max_size=4)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from kvweave.config.events import EventsConfig
+from kvweave.config.cache import EventsConfig
 from kvweave.errors import ConfigError
 from kvweave.events import follower as following
 from kvweave.events import publisher as publishing

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvweave.config import CacheConfig, validate
-from kvweave.config.events import EventsConfig
+from kvweave.config.cache import EventsConfig
 from kvweave.errors import ConfigError
 from kvweave.events import open_sink
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvweave.paraphrase.embedders import EmbedderProcess
 from kvweave.paraphrase.embedding_queue import EmbeddingQueue
 from kvweave.paraphrase.gate import LONGEST, Cutter
-from kvweave.paraphrase.vectors import Entry, VectorIndex
+from kvweave.paraphrase.semantic import Entry, VectorIndex
 from kvweave.plugins import EMBEDDERS
 from kvweave.prefix.lease import Namespace
 from support.fuzzy_world import HERE

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvweave.config.base import as_flag, groups_of, settings_of, validate
-from kvweave.config.cache import CacheConfig
-from kvweave.config.events import EventsConfig
+from kvweave.config.cache import CacheConfig, EventsConfig
 from kvweave.config.fuzzy import FuzzyConfig
 from kvweave.config.model import ModelConfig
 from kvweave.config.scheduler import SchedulerConfig, SpeculativeConfig

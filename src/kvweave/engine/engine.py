@@ -21,7 +21,7 @@ from kvweave.engine.execution.executor import (
     RowOutput,
 )
 from kvweave.engine.heal import Healer
-from kvweave.engine.output.sequence_output import SequenceOutput, SequenceOutputFactory
+from kvweave.engine.output import SequenceOutput, SequenceOutputFactory
 from kvweave.engine.sampling.grammar import GrammarCompiler
 from kvweave.engine.scheduler.drafts import Drafter
 from kvweave.engine.scheduler.request import RequestGroup, Sequence, Status

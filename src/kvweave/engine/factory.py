@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.config import EngineConfig, FuzzyConfig
-from kvweave.config.events import EventsConfig
+from kvweave.config.cache import EventsConfig
 from kvweave.engine.attention import get_backend
 from kvweave.engine.execution.executor import EngineComponents
 from kvweave.engine.execution.runner import ModelRunner

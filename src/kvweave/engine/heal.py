@@ -33,14 +33,14 @@ CHUNK = 128
 _Name: TypeAlias = tuple[Namespace, str | bytes]
 
 
-@dataclass(slots=True)
+@dataclass
 class HealCounters:
-    """Since start; their meanings are EngineSnapshot's."""
+    """Since start, by EngineSnapshot's names."""
 
     healed: int = 0
-    tokens: int = 0
-    preempted: int = 0
-    dropped: int = 0
+    healed_tokens: int = 0
+    heals_preempted: int = 0
+    heals_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,11 +131,11 @@ class Healer:
         self._waiting.move_to_end(prompt.name)
         if len(self._waiting) > self._most:
             self._waiting.popitem(last=False)
-            self.counters.dropped += 1
+            self.counters.heals_dropped += 1
 
     def give_way(self) -> None:
         """A request has come."""
-        self.counters.preempted += self._begun
+        self.counters.heals_preempted += self._begun
         self._begun = False
 
     def clear(self) -> None:
@@ -184,7 +184,7 @@ class Healer:
             with self._components.interruptible(wanted):
                 self._components.runner.forward(batch)
             self._cache.publish(lease, sequence.tokens, computed=end)
-            self.counters.tokens += count
+            self.counters.healed_tokens += count
             if lease.published >= whole:
                 self._forget(prompt)
                 self.counters.healed += 1
@@ -199,7 +199,7 @@ class Healer:
         return (len(tokens) - 1) // size * size
 
     def _drop(self, prompt: _Prompt) -> None:
-        self.counters.dropped += 1
+        self.counters.heals_dropped += 1
         self._forget(prompt)
 
     def _forget(self, prompt: _Prompt) -> None:

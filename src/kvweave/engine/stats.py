@@ -21,9 +21,9 @@ _DECODE_LINE_STEPS = 40
 """Steps without prompts between two log lines."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Counters:
-    """Since start; their meanings are EngineSnapshot's."""
+    """Since start, by EngineSnapshot's names."""
 
     requests: int = 0
     finished: int = 0
@@ -66,11 +66,10 @@ class Reporter:
 
     def snapshot(self) -> EngineSnapshot:
         """Only on the engine's thread."""
-        pool, size, counters = self._cache.pool, self._cache.page_size, self.counters
+        pool, size = self._cache.pool, self._cache.page_size
         # Not `stats()`, which calls providers: servers take a snapshot after every step.
         inspector, evictable = self._cache.inspector, self._cache.evictable_pages
         cached, reuse = inspector.counters, inspector.reuse_counts()
-        healing = self._healer.counters
         return EngineSnapshot(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -79,29 +78,16 @@ class Reporter:
             used_tokens=(pool.num_pages - pool.num_free - evictable) * size,
             cached_tokens=inspector.cached_pages * size,
             evictable_tokens=evictable * size,
-            requests=counters.requests,
-            finished=counters.finished,
-            aborted=counters.aborted,
-            failed=counters.failed,
+            **vars(self.counters),
+            **vars(self._healer.counters),
             prompt_tokens=cached.query_tokens,
             hit_tokens=dict(cached.hit_tokens),
-            prefill_tokens=counters.prefill_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=counters.preemptions,
             evicted_tokens=cached.evicted_pages * size,
-            steps=counters.steps,
-            prefill_steps=counters.prefill_steps,
-            drafted_tokens=counters.drafted_tokens,
-            accepted_tokens=counters.accepted_tokens,
             dropped_event_batches=0 if self._events is None else self._events.dropped,
             paraphrase_refused=reuse.refused,
             provider_events=reuse.events,
             provider_figures=reuse.provider,
             heals_waiting=len(self._healer),
-            healed=healing.healed,
-            healed_tokens=healing.tokens,
-            heals_preempted=healing.preempted,
-            heals_dropped=healing.dropped,
             store_figures={} if self._store is None else self._store.figures(),
         )
 

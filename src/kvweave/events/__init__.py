@@ -5,7 +5,7 @@ Publishing and following import the packages of the extra `events`.
 
 from __future__ import annotations
 
-from kvweave.config.events import FLAG, EventsConfig
+from kvweave.config.cache import FLAG, EventsConfig
 from kvweave.errors import ConfigError, extra
 from kvweave.prefix.events import EventSink
 

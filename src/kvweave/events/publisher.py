@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from kvweave.config.events import FLAG, EventsConfig
+from kvweave.config.cache import FLAG, EventsConfig
 from kvweave.errors import ConfigError
 from kvweave.events.wire import encode_batch
 from kvweave.prefix.events import KVEvent

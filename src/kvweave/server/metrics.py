@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol, TypeAlias
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -159,6 +159,9 @@ class RefusalCounter:
         await self.app(scope, receive, counted)
 
 
+_Family: TypeAlias = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+
 class _EngineCollector(Collector):
     """The engine's gauges and counters, read at every scrape."""
 
@@ -175,51 +178,51 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
         for name, (help, value) in _gauges(now, self._hit_rate()).items():
-            gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
+            yield self._family(GaugeMetricFamily, name, help, value)
         for name, (help, value) in _counters(now).items():
-            counter = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
-        yield from self._reuse_metrics(now)
+            yield self._family(CounterMetricFamily, name, help, value)
+        # Reuse beyond the prefix; a provider's own names are labels.
+        yield self._labelled(
+            CounterMetricFamily,
+            "paraphrase_refused",
+            "Paraphrases that were proposed and not served, by reason.",
+            "reason",
+            now.paraphrase_refused,
+        )
+        yield self._labelled(
+            CounterMetricFamily,
+            "fuzzy_provider_events",
+            "Calls of the provider, by how they ended; its proposals, and those refused.",
+            "event",
+            now.provider_events,
+        )
+        yield self._labelled(
+            GaugeMetricFamily,
+            "fuzzy_provider_figures",
+            "The provider's own gauges, as of the latest prompt, at most once a second.",
+            "figure",
+            now.provider_figures,
+        )
+        yield self._labelled(
+            GaugeMetricFamily,
+            "kv_store_figures",
+            "Counters and gauges of the KV that is kept on disk, in tokens, pages and bytes.",
+            "figure",
+            now.store_figures,
+        )
 
-    def _reuse_metrics(self, now: EngineSnapshot) -> Iterator[Metric]:
-        """Counters and gauges of reuse beyond the prefix; a provider's own names are labels."""
-        for name, help, label, figures in (
-            (
-                "paraphrase_refused",
-                "Paraphrases that were proposed and not served, by reason.",
-                "reason",
-                now.paraphrase_refused,
-            ),
-            (
-                "fuzzy_provider_events",
-                "Calls of the provider, by how they ended; its proposals, and those refused.",
-                "event",
-                now.provider_events,
-            ),
-        ):
-            counter = CounterMetricFamily(PREFIX + name, help, labels=["model_name", label])
-            for key, count in sorted(figures.items()):
-                counter.add_metric([self._model, key], count)
-            yield counter
-        for name, help, gauges in (
-            (
-                "fuzzy_provider_figures",
-                "The provider's own gauges, as of the latest prompt, at most once a second.",
-                now.provider_figures,
-            ),
-            (
-                "kv_store_figures",
-                "Counters and gauges of the KV that is kept on disk, in tokens, pages and bytes.",
-                now.store_figures,
-            ),
-        ):
-            gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name", "figure"])
-            for key, figure in sorted(gauges.items()):
-                gauge.add_metric([self._model, key], figure)
-            yield gauge
+    def _family(self, kind: _Family, name: str, help: str, value: float) -> Metric:
+        family = kind(PREFIX + name, help, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _labelled(
+        self, kind: _Family, name: str, help: str, label: str, figures: Mapping[str, float]
+    ) -> Metric:
+        family = kind(PREFIX + name, help, labels=["model_name", label])
+        for key, figure in sorted(figures.items()):
+            family.add_metric([self._model, key], figure)
+        return family
 
 
 def _gauges(now: EngineSnapshot, hit_rate: float) -> dict[str, tuple[str, float]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -148,29 +148,10 @@ class Envelope:
         """Where the KV of a prompt came from, as spans; tokens outside all spans were computed."""
         # Usage is that of the first admission, the spans are those of the latest.
         cached = min([delta.usage.cached_tokens, *(span.start for span in delta.plan)])
-        exact = {
-            "start": 0,
-            "length": cached,
-            "tier": Tier.EXACT.value,
-            "donor": None,
-            "shared": cached,
-            "generation": 0,
-        }
-        spans = [{"prompt": place, **exact, "donor_start": 0}] if cached else []
-        for span in delta.plan:
-            spans.append(
-                {
-                    "prompt": place,
-                    "start": span.start,
-                    "length": span.length,
-                    "tier": span.tier.value,
-                    "donor": span.donor,
-                    "donor_start": span.donor_start,
-                    "shared": span.shared,
-                    "generation": span.generation,
-                }
-            )
-        return spans
+        exact = Span(0, cached, "", 0, Tier.EXACT, shared=cached)
+        spans = [{**asdict(exact), "donor": None}] if cached else []
+        spans += map(asdict, delta.plan)
+        return [{"prompt": place, **span} for span in spans]
 
 
 class _Plans:

@@ -24,7 +24,7 @@ from kvweave.engine.execution import executor
 from kvweave.engine.execution.executor import BatchBuilder
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.heal import Healer
-from kvweave.engine.output.sequence_output import SequenceOutput, SequenceOutputFactory
+from kvweave.engine.output import SequenceOutput, SequenceOutputFactory
 from kvweave.engine.scheduler.scheduler import Scheduler
 from kvweave.engine.stats import Reporter
 from kvweave.fuzzy.anchors import SpanIndex

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kvweave.config import ClusterConfig, EngineConfig
 from kvweave.config.base import values_of
-from kvweave.config.events import EventsConfig
+from kvweave.config.cache import EventsConfig
 from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import KvweaveError
 from kvweave.server import schemas

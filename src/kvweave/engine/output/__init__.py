@@ -1,1 +1,0 @@
-"""Turns sampled tokens into the text, stops and deltas of an answer."""
