@@ -1,4 +1,4 @@
-"""Every error that kvweave raises on purpose. The message is a sentence for whoever caused it."""
+"""The errors that kvweave raises on purpose; each message tells the person who caused it why."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EngineDeadError(KvweaveError):
 
 
 class ForwardInterruptedError(KvweaveError):
-    """A forward pass was given up between two layers, as whoever ran it had asked for."""
+    """A forward pass stopped between two layers, because its caller asked for that."""
 
 
 class IntegrityError(KvweaveError):
@@ -70,5 +70,5 @@ def extra(name: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What somebody else's exception says, in one line, to be quoted in one of our sentences."""
+    """The message of a foreign exception in one line, for quoting in a message of ours."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

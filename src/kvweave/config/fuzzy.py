@@ -1,4 +1,4 @@
-"""Settings of KV reuse beyond the prefix: moved text, other words, self-check and healing."""
+"""Settings of KV reuse beyond the prefix: moved text, paraphrases, self-check and healing."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class Engine:
 
     @torch.inference_mode()
     def heal(self, wanted: Callable[[], bool] = lambda: False) -> bool:
-        """In an idle moment, compute a chunk of what was served approximately (--fuzzy-heal).
+        """When idle, compute a chunk of a prompt that was served approximately (--fuzzy-heal).
 
         Does so only while no request lives, and gives up between two layers once `wanted()`: then
         that chunk is computed again later. False if there was nothing to do. Pages that could not
@@ -245,7 +245,7 @@ class Engine:
         return deltas
 
     def _best_effort(self, call: Callable[..., object], *given: object) -> None:
-        """Call what no answer depends on (counters, events, healing) and log its faults."""
+        """Make a call that no answer depends on (counters, events, healing); log its faults."""
         try:
             call(*given)
         except Exception:

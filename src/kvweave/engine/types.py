@@ -122,13 +122,12 @@ class GenerateRequest:
     fuzzy: bool = True
     """False: this answer must not depend on anything approximate."""
     protected_from: int | None = None
-    """Where the last question begins, in tokens: from there on nothing is served in other words.
+    """Where the last question begins, in tokens: from there on no paraphrase is served.
     None: unknown, and assumed to be long."""
     fuzzy_refresh: float | None = None
-    """Share of what is moved that is computed again; None: as the engine is configured."""
+    """Share of moved tokens that is computed again; None: as the engine is configured."""
     fuzzy_semantic: bool = True
-    """False: nothing of this prompt is served in other words, nor to other prompts with the same
-    meaning; it is not embedded."""
+    """False: this prompt is served no paraphrases and lends none; it is not embedded."""
     session: str | None = None
     """Requests of one session may lend each other KV that is not exact."""
     retain_seconds: float = 0.0
@@ -248,7 +247,7 @@ class Usage:
 
     @property
     def paraphrase_tokens(self) -> int:
-        """Served in other words than the prompt's own."""
+        """Served from KV of a paraphrase."""
         return self.reuse.paraphrase
 
     @property
@@ -352,10 +351,10 @@ class EngineSnapshot:
     """Proposed by drafts; `accepted_tokens` of them became part of answers."""
     accepted_tokens: int = 0
     dropped_event_batches: int = 0
-    """What the cache's followers never heard, because it came faster than it was sent."""
+    """Batches of cache events dropped because they came faster than they were sent."""
 
     paraphrase_refused: Mapping[str, int] = field(default_factory=dict)
-    """Proposals of other words that were not served, by reason."""
+    """Proposed paraphrases that were not served, by reason."""
     provider_events: Mapping[str, int] = field(default_factory=dict)
     """Calls of the provider of reuse beyond the prefix, by how they ended, and its proposals."""
     provider_figures: Mapping[str, float] = field(default_factory=dict)
@@ -370,7 +369,7 @@ class EngineSnapshot:
     heals_preempted: int = 0
     """Times that a request came while a prompt was being healed."""
     heals_dropped: int = 0
-    """Prompts given up: too many waited, no room beside what is in use or worth more, a fault."""
+    """Prompts given up: too many waited, no room beside KV in use or of higher rank, a fault."""
 
     store_figures: Mapping[str, float] = field(default_factory=dict)
     """Of the store of KV on disk, by name; empty without one."""

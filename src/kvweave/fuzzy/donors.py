@@ -251,7 +251,7 @@ class DonorTree:
 
 
 def read_only(array: IntArray) -> IntArray:
-    """The same memory, which nobody can write through the result."""
+    """The same memory as a read-only array."""
     return cast(IntArray, np.asarray(array.data.toreadonly()))
 
 

@@ -171,7 +171,7 @@ class Guard:
     """Calls a provider. Whatever the provider does costs at most the reuse of one request.
 
     A provider that is not `bounded` runs on a thread of its own, with a time limit. After several
-    late answers in a row it is not asked for a while. Telling it what is cached may take a burst
+    late answers in a row it is not asked for a while. Telling it of the cache may take a burst
     of one time limit and a small share of all time; beyond that, publications are not told and
     evictions are told later. Faults are counted, and the first of each kind is logged.
     """
@@ -195,7 +195,7 @@ class Guard:
         self._resting_until = float("-inf")
         self._telling = _Allowance(self._budget, clock)
         self._evicted: list[IntArray] = []
-        """Pages whose eviction is still to be told."""
+        """Evicted pages that the provider has not been told of yet."""
         self._logged: set[str] = set()
         self.zeroed_layers: frozenset[int] = frozenset()
         """The layers to zero in what the last `match` proposed."""

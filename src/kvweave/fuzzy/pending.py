@@ -1,4 +1,4 @@
-"""Pending donors: running prompts whose text a waiting prompt could use once it is published.
+"""Pending donors: running prompts whose text a waiting prompt can use once it is published.
 
 Two requests bring the same document behind different headers at the same time. The second can be
 served from the first as soon as that has published the document, so it waits if that saves much.
@@ -15,7 +15,8 @@ from kvweave.prefix.hash_index import namespace_seed
 from kvweave.prefix.lease import Lease, RequestView
 
 _LEAST_SPANS, _LEAST_SHARE = 4, 0.25
-"""A request waits for this many shortest spans, and this share of what it would compute."""
+"""A request waits for at least this many shortest spans, and this share of the tokens that it
+would compute."""
 
 
 class _PendingDonor:
@@ -66,7 +67,7 @@ class PendingDonors:
         self._donors: dict[Lease, _PendingDonor] = {}
 
     def add(self, lease: Lease, tokens: IntArray) -> None:
-        """`lease` computes `tokens` and will publish what its plan leaves exact."""
+        """`lease` computes `tokens` and will publish those that its plan leaves exact."""
         donor = _PendingDonor(lease, tokens, self._page_size, self._stride)
         begin, end = donor.remaining
         if end - begin >= self._least:

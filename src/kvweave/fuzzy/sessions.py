@@ -244,14 +244,14 @@ class SessionDonors:
             segment.used = used
 
     def oldest(self) -> Segment | None:
-        """The segment with the smallest eviction key, of those that nobody holds."""
+        """The segment with the smallest eviction key, of those that no lease holds."""
         in_use = self._in_use()
         free = (each for each in self._segments.values() if each not in in_use)
         return min(free, key=lambda each: each.used, default=None)
 
     @atomic
     def drop(self, segment: Segment) -> int:
-        """Forget a segment that nobody holds; returns how many pages became free."""
+        """Forget a segment that no lease holds; returns how many pages became free."""
         if segment in self._in_use():
             raise IntegrityError(f"segment {segment.number} was dropped while it is held")
         journal, session = self._journal, self._sessions[segment.session]
@@ -313,7 +313,7 @@ class SessionDonors:
     # Proving.
 
     def check(self) -> None:
-        """Recompute what is counted; IntegrityError where it differs."""
+        """Recompute all counts; IntegrityError where one differs."""
         self._anchors.check()
         grouped = [each for group in self._sessions.values() for each in group.segments.values()]
         pages = [page for each in grouped for page in each.pages.tolist()]

@@ -130,7 +130,7 @@ def read_tokenizer(file: Path, about: Mapping[str, Any] | None = None) -> Any:
 
 
 def _as_saved(tokenizer: Any) -> Any:
-    """The same tokenizer in the class that loads what was saved, and does not build it again."""
+    """The same tokenizer in the class that loads a saved one without building it again."""
     if type(tokenizer) is PreTrainedTokenizerFast:
         return tokenizer
     kept = {

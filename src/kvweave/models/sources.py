@@ -37,9 +37,9 @@ class Source:
 def find_source(
     model: str | None, revision: str | None, dtype: torch.dtype, progress: Progress
 ) -> Source:
-    """Find the model, fetching or converting what has to be; None is the packaged one.
+    """Find the model, and fetch or convert it if necessary; None is the packaged one.
 
-    Raises UnsupportedModelError for what is not there or not a model.
+    Raises UnsupportedModelError if it does not exist or is no model.
     """
     if model is None:
         # Here, for `python -m` runs that module itself and must not find it imported.

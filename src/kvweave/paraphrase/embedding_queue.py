@@ -237,7 +237,7 @@ class EmbeddingQueue:
             if whole:
                 task.deliver(np.stack(whole))
         except Exception:
-            _log.exception("what was to be embedded could not be prepared")
+            _log.exception("texts to be embedded could not be prepared")
 
     def _pause(self, queued: float) -> None:
         """Wait until the engine is idle again; serves urgent texts meanwhile."""

@@ -1,4 +1,4 @@
-"""Whether two texts state the same facts: equal, but for changes that cannot change a fact.
+"""Compares the facts of two texts: equal, except for changes that cannot change a fact.
 
 Cosine similarity cannot tell "cancel it" from "do not cancel it", nor 15 % from 50 %: it nominates,
 and `differing` decides. Both texts are brought into a normal form, and the forms are compared

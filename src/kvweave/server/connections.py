@@ -223,7 +223,7 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; uvicorn calls this while handling h11's error."""
+        """Refuse input that is not HTTP; uvicorn calls this while handling h11's error."""
         reason = sys.exc_info()[1]
         status = reason.error_status_hint if isinstance(reason, h11.RemoteProtocolError) else 400
         self.refuse(status, f"this is no valid HTTP request: {reason or msg}")
@@ -252,7 +252,7 @@ class Connection(H11Protocol):
 def _unacknowledged(transport: asyncio.Transport) -> int:
     """Bytes that the client has not acknowledged, here and in the kernel.
 
-    The kernel's count too: it asks for more only when much of what it has is gone.
+    The kernel's count too: it asks for more only when its buffer is nearly empty.
     """
     kernels = array.array("i", [0])
     with contextlib.suppress(OSError):  # not every system counts them for a socket

@@ -40,8 +40,8 @@ async def ordered(
 ) -> tuple[Conversation, dict[str, Any]]:
     """The prompt, and a report of its order for the client.
 
-    The order is chosen by what is cached now, under the request's salt; the parts stay as given if
-    no order is cached better.
+    The order is chosen by the KV that is cached now, under the request's salt; the parts stay as
+    given if no order is cached better.
     """
     frame = _Frame(chat, reorder)
     prompt = await reader.conversation(chat)

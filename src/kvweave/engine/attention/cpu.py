@@ -1,4 +1,4 @@
-"""Attention on CPUs: a compiled kernel reads the paged pool where it lies."""
+"""Attention on CPUs: a compiled kernel reads the paged pool in place."""
 
 from __future__ import annotations
 

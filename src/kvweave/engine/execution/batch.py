@@ -58,8 +58,8 @@ class ForwardBatch:
     """Indices of the tokens (not positions) whose logits are wanted, in the order wanted."""
     recompute: RecomputeRequest | None = None
     shared: tuple[tuple[SharedSpan, ...], ...] | None = None
-    """By row: what its queries see in donors' pages, where its block table has holes. None: all of
-    it is in the block tables."""
+    """By row: the spans that its queries read in donors' pages, where its block table has holes.
+    None: no row has such spans."""
 
     @property
     def rows(self) -> int:

@@ -273,7 +273,7 @@ def _take(result: SampledTokens, rows: range, draft: Rows[int], output: RowOutpu
 
     A draft proposes one token with certainty. Then to sample, and to go on as long as the sample
     is the proposal, is the acceptance rule of speculative sampling (Leviathan, Kalman, Matias,
-    arXiv 2211.17192): what is chosen, and by which random number, is as without a draft.
+    arXiv 2211.17192): tokens and their random numbers are those of sampling without a draft.
     """
     for row, proposed in zip_longest(rows, draft[: len(rows) - 1]):
         if row in result.errors:

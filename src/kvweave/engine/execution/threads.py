@@ -1,4 +1,4 @@
-"""How many CPU threads a step uses: as many as there are cores that nobody else uses now.
+"""Chooses the number of CPU threads of a step: the cores that no other process uses now.
 
 A step consists of hundreds of parallel regions, each of which ends when its last thread does. If
 one of the threads has to share its core with another process, every region may wait for a time
@@ -18,7 +18,7 @@ import torch
 
 WAITS_BRIEFLY = os.environ.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
 """Idle threads sleep at once. By default GNU's runtime lets them spin for milliseconds: they take a
-core from whoever has work for it, and look as if they had some."""
+core from threads that have work, and look busy themselves."""
 _ALL = torch.get_num_threads()
 """What torch uses by itself: the cores, or what the environment says."""
 _SETTLED = 0.05
@@ -74,7 +74,7 @@ class StepThreads:
             self._trial.took(self._chosen, seconds)
 
     def _may_look(self) -> bool:
-        """Now and then, and while no idle thread of this process looks like somebody's work."""
+        """Now and then, and not while an idle thread of this process may still look busy."""
         now = time.monotonic()
         return now - self._looked > _SETTLED and (WAITS_BRIEFLY or now - self._spun > _SETTLED)
 

@@ -1,8 +1,8 @@
-"""min_p, top_k and top_p: which tokens may be sampled at all.
+"""Changes logits before sampling: filters, penalties, bias, grammars; and log probabilities.
 
-Each sets the logits of the others to minus infinity, in place, row by row with its own parameter.
-The order is min_p, top_k, top_p, each on the distribution that the one before it left, after the
-temperature.
+Filters are min_p, top_k and top_p, in this order, each on the distribution that the one before it
+left, after the temperature. Each sets the logits of the tokens that it drops to minus infinity, in
+place, row by row with its own parameter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
 
 
 def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> None:
-    """Keep the `top_k` likeliest, and whatever equals the last of them. top_k int64 (R), 0: all."""
+    """Keep the `top_k` likeliest, and all that equal the last of them. top_k int64 (R), 0: all."""
     vocabulary = logits.shape[-1]
     k = torch.where(top_k > 0, top_k, vocabulary).clamp_(max=vocabulary)
     limited = (k < vocabulary).nonzero().squeeze(-1)

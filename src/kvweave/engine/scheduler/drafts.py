@@ -1,4 +1,4 @@
-"""Drafts: an answer's next tokens as known text continues it, and how many are worth proposing.
+"""Drafts: proposes an answer's next tokens from known text, as many as are worth their cost.
 
 Answers repeat the prompt, themselves and earlier answers. Where the last tokens of an answer stand
 elsewhere, what follows there is proposed, and the forward pass that computes the next token also
@@ -30,7 +30,7 @@ _EXPECTED = ((0.5, 2.0), (4.0, 1.0))
 """Proposals accepted and refused, as if seen before the first: after weak and strong matches."""
 
 _MEMORY = 48
-"""Tokens of an answer in which what was seen of its drafts loses two thirds of its weight."""
+"""Tokens of an answer after which an observation of drafts has lost two thirds of its weight."""
 
 _SEARCH_AGAIN = 8
 """Tokens of an answer between two searches in cached text, while it has nothing to add."""
@@ -74,7 +74,7 @@ class DraftHistory:
 
 
 class StepCost:
-    """How long decoding steps take by their number of tokens: a line through what was measured."""
+    """How long decoding steps take by their number of tokens: a line fitted to measurements."""
 
     _MEMORY = 0.98
     _PRIOR = 0.03

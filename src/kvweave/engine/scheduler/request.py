@@ -115,7 +115,7 @@ class Sequence:
         self.stays_exact = False
         """It was admitted as exact: it stays exact after a preemption."""
         self.share_spans = True
-        """False once what it shares kept it from getting pages although it was alone."""
+        """False once its shared spans kept it from getting pages although it ran alone."""
         self.scored = 0
         """Prompt tokens whose log probabilities are known, when they are wanted."""
         self.due: int | None = None

@@ -175,7 +175,7 @@ def measure(
 
 @contextmanager
 def _quiet_steps() -> Iterator[None]:
-    """Keep lines on single steps out of the log: they would look like somebody's requests."""
+    """Keep lines on single steps out of the log: they would look like clients' requests."""
     log = logging.getLogger("kvweave.engine")
     before = log.level
     log.setLevel(logging.WARNING)

@@ -185,7 +185,7 @@ def _of_assistant(
             case "thinking":
                 turn["reasoning_content"] = str(block.get("thinking", ""))
             case "redacted_thinking":
-                pass  # nobody can read it
+                pass  # encrypted
             case _:
                 turn["content"].append(_text(block, where))
     yield turn
@@ -393,8 +393,8 @@ def _whole(block: dict[str, Any]) -> dict[str, Any]:
 def message_usage(metrics: RequestMetrics) -> dict[str, int]:
     """Anthropic's usage: the first three figures add up to the prompt.
 
-    Read from the cache is what was not computed: exact, moved and paraphrased tokens, of which the
-    last two are also named. Created is what was computed and is now cached.
+    Tokens read from the cache were not computed: exact, moved and paraphrased ones, of which the
+    last two are also named. Created are those that were computed and are now cached.
     """
     usage = metrics.usage
     read = usage.cached_tokens + usage.moved_tokens + usage.paraphrase_tokens
