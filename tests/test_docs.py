@@ -24,6 +24,7 @@ from support.serverkit import RunningServer
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SOURCE = re.compile(r"`([\w.-]+/[\w./-]+\.(?:py|c|h))`(?:, `(?:[A-Za-z]\w*\.)?(\w+)`)?")
 INLINE = re.compile(r"`((?:kvweave|make) [^`\n]+)`")
 SERVED = "http://127.0.0.1:8000"
 
@@ -96,6 +97,22 @@ def test_every_command_names_flags_benches_and_targets_that_exist(cli):
             problems.append(f"{page.name}: {' '.join([program, *words])}: {wrong}")
     assert not problems, "\n".join(problems)
     assert seen > 40, "the pages are read"
+
+
+def test_source_files_and_the_names_said_to_be_in_them_exist():
+    """Decisions tell of the past: files that they name may have moved."""
+    wrong = []
+    for page in PAGES:
+        if page.parent.name == "decisions":
+            continue
+        for path, name in SOURCE.findall(page.read_text("utf-8")):
+            if "NAME" in path:  # a placeholder
+                continue
+            places = (ROOT / "src/kvweave" / path, ROOT / "src" / path, ROOT / path)
+            file = next((each for each in places if each.is_file()), None)
+            if file is None or (name and not re.search(rf"\b{name}\b", file.read_text("utf-8"))):
+                wrong.append(f"{page.name}: {path} {name}".rstrip())
+    assert wrong == []
 
 
 def unknown_words(cli, words):

@@ -237,7 +237,7 @@ def test_random_lives_over_overlapping_text_answer_right(seed, donors_of_any_len
 
 def test_a_snapshot_which_every_step_takes_tells_of_the_provider_and_asks_it_nothing():
     world = fuzzy_world()
-    with patch("kvweave.fuzzy.matcher.SpanIndex.stats", return_value={"anchors": 5}) as stats:
+    with patch("kvweave.fuzzy.anchors.SpanIndex.stats", return_value={"anchors": 5}) as stats:
         world.run(request("r", wrapped(1, DOCUMENT)))
         world.run(request("s", wrapped(2, DOCUMENT)))
         for _ in range(3):
