@@ -25,11 +25,17 @@ from kvweave.server.model_card import EngineInfo
 if TYPE_CHECKING:
     from kvweave.engine.engine import Engine
 
+logger = logging.getLogger("kvweave.cluster")
+T = TypeVar("T")
 
 _HANGS_AFTER = 120.0
 """Seconds without the end of a step after which the engine counts as hanging."""
 _MOST_UNREAD = 10_000
 """Batches of events kept for a slow router, which requests a replay of missed ones."""
+_REFRESH_SECONDS = 1.0
+_BROADCAST_SECONDS = 10.0
+_TRIES = 3
+"""Attempts for a request whose replica dies before its first delta."""
 
 
 class EngineReplica:
@@ -140,16 +146,6 @@ def _publishing(config: EngineConfig, address: str) -> EngineConfig:
 def _addresses(engine: Any) -> dict[str, str]:
     publisher = engine.components.events
     return {"events": publisher.endpoint, "replay": publisher.replay_endpoint}
-
-
-T = TypeVar("T")
-
-logger = logging.getLogger("kvweave.cluster")
-
-_REFRESH_SECONDS = 1.0
-_BROADCAST_SECONDS = 10.0
-_TRIES = 3
-"""Attempts for a request whose replica dies before its first delta."""
 
 
 class RemoteEngine:

@@ -22,7 +22,7 @@ from kvweave.prefix.inspector import Declined, Refusal
 from kvweave.prefix.lease import RequestView
 from kvweave.prefix.plan import Tier
 from kvweave.prefix.tree_snapshot import NodeSnapshot, TreeSnapshot
-from kvweave.server.metrics import RequestMetrics
+from kvweave.server.metrics import RequestMetrics, milliseconds
 from kvweave.server.responses import TokenTexts
 
 if TYPE_CHECKING:
@@ -236,8 +236,8 @@ def summary_view(record: Record, texts: TokenTexts | None) -> dict[str, Any]:
         "outcome": record.outcome,
         "prompt_tokens": record.prompt_length,
         "completion_tokens": len(record.answer),
-        "first_token_ms": _milliseconds(record.first_token),
-        "total_ms": _milliseconds(record.total),
+        "first_token_ms": milliseconds(record.first_token),
+        "total_ms": milliseconds(record.total),
         "fuzzy": record.fuzzy,
         "counts": record.counts,
         "playground": record.rid.startswith(PLAYGROUND),
@@ -354,7 +354,3 @@ def _label(salt: str | None) -> str | None:
     if salt is None:
         return None
     return hashlib.blake2s(salt.encode(), digest_size=2).hexdigest()
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1000 * seconds, 1)

@@ -383,14 +383,15 @@ class RequestMetrics:
                     prompt_tokens=self.usage.prompt_tokens,
                     **reuse_fields(self.usage.reuse),
                     completion_tokens=self.completion_tokens,
-                    first_token_ms=_milliseconds(self.first_token_seconds),
-                    total_ms=_milliseconds(self.total_seconds),
+                    first_token_ms=milliseconds(self.first_token_seconds),
+                    total_ms=milliseconds(self.total_seconds),
                     **({} if self._failed is None else {"reason": self._reason}),
                 )
             )
 
 
-def _milliseconds(seconds: float | None) -> float | None:
+def milliseconds(seconds: float | None) -> float | None:
+    """Rounded to tenths, for people."""
     return None if seconds is None else round(1e3 * seconds, 1)
 
 
