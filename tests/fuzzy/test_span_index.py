@@ -234,7 +234,7 @@ def test_hashes_that_lie_find_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> 
         return np.full(len(tokens) - width + 1, 77, np.uint64)
 
     monkeypatch.setattr("kvweave.fuzzy.matcher.block_hashes", blocks)
-    monkeypatch.setattr("kvweave.fuzzy.matcher.window_hashes", windows)
+    monkeypatch.setattr("kvweave.fuzzy.anchors.window_hashes", windows)
     store = Store()
     store.add(text(1, 80))
     store.add(text(2, 80), Namespace("other"))
