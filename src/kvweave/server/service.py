@@ -170,10 +170,11 @@ def joined(turns: Iterable[dict[str, Any]], roles: Container[str]) -> list[dict[
     return found
 
 
-class StartedChat(NamedTuple):
-    """A conversation that is being answered."""
+class ReadChat(NamedTuple):
+    """A conversation as tokens, and what is asked of its answers."""
 
-    generation: Generation
+    prompt: Conversation
+    sampling: SamplingParams
     plan: AnswerPlan
     """How its answers are read."""
     notes: dict[str, Any]
@@ -187,7 +188,7 @@ async def start_chat(
     *,
     endpoint: str = "chat",
     names: Mapping[str, str] = MappingProxyType({}),
-) -> StartedChat:
+) -> tuple[Generation, ReadChat]:
     """Render the conversation and hand it to the engine.
 
     `endpoint` names the protocol in the log; `names`: what fields are called in the client's body.
@@ -202,43 +203,30 @@ async def start_chat(
         names={"prompt": names.get("messages", "messages"), **names},
         protected_from=chat.prompt.last_turn,
     )
-    return StartedChat(generation, chat.plan, chat.notes)
-
-
-class ReadChat(NamedTuple):
-    """A conversation as tokens, and what is asked of its answers."""
-
-    prompt: Conversation
-    sampling: SamplingParams
-    plan: AnswerPlan
-    notes: dict[str, Any]
+    return generation, chat
 
 
 async def read_chat(service: Service, body: ChatBody, names: Mapping[str, str]) -> ReadChat:
     """Render a conversation and plan its answers; `names` as for `start_chat`."""
     with _named(names):
-        return await _read(service, body)
-
-
-async def _read(service: Service, body: ChatBody) -> ReadChat:
-    reader, chat, notes = service.reader, body.conversation(), {}
-    scored = (body.top_logprobs or 0) if body.logprobs else None
-    words = reader.spellings(body.bad_words)
-    sampling = body.sampling(
-        **service.sampling, max_tokens=None, logprobs=scored, bad_words_ids=words
-    )
-    if body.move_volatile_head:
-        chat, notes["kvweave_volatile_head"] = service.volatile_head.moved(chat)
-    if body.reorder is None:
-        prompt = await reader.conversation(chat)
-    else:
-        prompt, notes["kvweave_order"] = await ordered(
-            reader, service.engine, chat, body.reorder, body.cache_salt
+        reader, chat, notes = service.reader, body.conversation(), {}
+        scored = (body.top_logprobs or 0) if body.logprobs else None
+        words = reader.spellings(body.bad_words)
+        sampling = body.sampling(
+            **service.sampling, max_tokens=None, logprobs=scored, bad_words_ids=words
         )
-    plan = service.planner.plan(
-        prompt.ids,
-        choice=body.choice(),
-        grammar=sampling.grammar,
-        separate_reasoning=body.separate_reasoning,
-    )
-    return ReadChat(prompt, constrained(plan, sampling), plan, notes)
+        if body.move_volatile_head:
+            chat, notes["kvweave_volatile_head"] = service.volatile_head.moved(chat)
+        if body.reorder is None:
+            prompt = await reader.conversation(chat)
+        else:
+            prompt, notes["kvweave_order"] = await ordered(
+                reader, service.engine, chat, body.reorder, body.cache_salt
+            )
+        plan = service.planner.plan(
+            prompt.ids,
+            choice=body.choice(),
+            grammar=sampling.grammar,
+            separate_reasoning=body.separate_reasoning,
+        )
+        return ReadChat(prompt, constrained(plan, sampling), plan, notes)

@@ -189,7 +189,7 @@ def chat_router(service: Service) -> APIRouter:
         responses=answers(ChatCompletion, 404, 429, event=ChatCompletionChunk),
     )
     async def create_chat_completion(body: ChatBody) -> Response:
-        chat = await start_chat(service, body)
+        generation, chat = await start_chat(service, body)
         form = _ChatFormat(
             service.texts,
             chat.plan,
@@ -197,7 +197,7 @@ def chat_router(service: Service) -> APIRouter:
             reasons=body.include_reasoning,
             may_call=bool(body.tools),
         )
-        return service.respond(chat.generation, body, form, id_prefix="chatcmpl-", notes=chat.notes)
+        return service.respond(generation, body, form, id_prefix="chatcmpl-", notes=chat.notes)
 
     return router
 

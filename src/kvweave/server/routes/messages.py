@@ -17,8 +17,8 @@ from kvweave.server.fields import Number, Stops, Whole
 from kvweave.server.metrics import RequestMetrics
 from kvweave.server.protocol import ChatBody, RequestBody, longest_mark
 from kvweave.server.schemas import CountedTokens, MessageAnswer, NamedEvent, answers
-from kvweave.server.service import Service, StartedChat, chat_body, joined, read_chat, start_chat
-from kvweave.server.streaming import Batch, GenerationResponse
+from kvweave.server.service import ReadChat, Service, chat_body, joined, read_chat, start_chat
+from kvweave.server.streaming import Batch, Generation, GenerationResponse
 from kvweave.server.tools import AnswerPart, CallPart, ReasoningPart, TextPart
 
 
@@ -124,9 +124,11 @@ def messages_router(service: Service) -> APIRouter:
         responses=answers(MessageAnswer, 404, 429, event=NamedEvent),
     )
     async def create_message(body: MessagesBody) -> Response:
-        chat = await start_chat(service, body.chat(), endpoint="messages", names=body.NAMES)
-        writer = _MessageWriter(chat, body, service.card.name)
-        return GenerationResponse(chat.generation, writer, stream=body.stream)
+        generation, chat = await start_chat(
+            service, body.chat(), endpoint="messages", names=body.NAMES
+        )
+        writer = _MessageWriter(generation, chat, body, service.card.name)
+        return GenerationResponse(generation, writer, stream=body.stream)
 
     @router.post(
         "/v1/messages/count_tokens", response_model=None, responses=answers(CountedTokens, 404)
@@ -266,14 +268,16 @@ class _MessageWriter:
 
     named_events = True
 
-    def __init__(self, chat: StartedChat, body: MessagesBody, model: str) -> None:
-        self._metrics = chat.generation.metrics[0]
+    def __init__(
+        self, generation: Generation, chat: ReadChat, body: MessagesBody, model: str
+    ) -> None:
+        self._metrics = generation.metrics[0]
         self._stops = body.stop_sequences
         self._max_tokens = body.max_tokens
         self._stream = body.stream
         self._blocks: list[dict[str, Any]] = []
         self._message: dict[str, Any] = {
-            "id": f"msg_{chat.generation.rid}",
+            "id": f"msg_{generation.rid}",
             "type": "message",
             "role": "assistant",
             "model": model,

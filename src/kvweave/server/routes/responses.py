@@ -20,9 +20,9 @@ from kvweave.server.metrics import RequestMetrics, usage_body
 from kvweave.server.protocol import ChatBody, RequestBody
 from kvweave.server.responses import scored_tokens
 from kvweave.server.schemas import answers
-from kvweave.server.service import Service, StartedChat, chat_body, joined, start_chat
+from kvweave.server.service import ReadChat, Service, chat_body, joined, start_chat
 from kvweave.server.stored_responses import ResponseStore
-from kvweave.server.streaming import Batch, GenerationResponse
+from kvweave.server.streaming import Batch, Generation, GenerationResponse
 from kvweave.server.tools import AnswerPart, CallPart, ReasoningPart, TextPart
 
 _Salt = Annotated[str | None, Query(max_length=256)]
@@ -128,9 +128,12 @@ def responses_router(service: Service) -> APIRouter:
             name, param = body.previous_response_id, "previous_response_id"
             earlier = store.find(name, body.cache_salt, param).turns
         turns = joined([*earlier, *_turns(body.items)], ("assistant",))
-        chat = await start_chat(service, body.chat(turns), endpoint="responses", names=body.NAMES)
-        writer = _ResponseWriter(chat, body, service, store if body.store else None, turns)
-        return GenerationResponse(chat.generation, writer, stream=body.stream)
+        generation, chat = await start_chat(
+            service, body.chat(turns), endpoint="responses", names=body.NAMES
+        )
+        kept = store if body.store else None
+        writer = _ResponseWriter(generation, chat, body, service, kept, turns)
+        return GenerationResponse(generation, writer, stream=body.stream)
 
     @router.api_route(  # one route: of two, a 405 would name the methods of the first only
         "/v1/responses/{response_id}",
@@ -247,13 +250,14 @@ class _ResponseWriter:
 
     def __init__(
         self,
-        chat: StartedChat,
+        generation: Generation,
+        chat: ReadChat,
         body: ResponsesBody,
         service: Service,
         store: ResponseStore | None,
         turns: Sequence[dict[str, Any]],
     ) -> None:
-        self._metrics = chat.generation.metrics[0]
+        self._metrics = generation.metrics[0]
         self._body = body
         self._texts = service.texts
         self._store = store
