@@ -147,7 +147,7 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Start the thread; call it once."""
-        # Later it would hold up the tokens of others.
+        # Now, since reading the vocabulary holds up all threads for a moment.
         await asyncio.to_thread(self._engine.grammars.prepare)
         self._accepting = True
         self._thread.start()

@@ -54,7 +54,7 @@ _IDLE_SECONDS = 0.002
 
 
 class Engine:
-    """Serves a loaded model: `step()` until `has_work` is False; nothing happens in between."""
+    """Serves a loaded model: `step()` until `has_work` is False. It has no thread of its own."""
 
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel, components: EngineComponents | None = None
@@ -177,8 +177,8 @@ class Engine:
         """When idle, compute a chunk of a prompt that was served approximately (--fuzzy-heal).
 
         Does so only while no request lives, and gives up between two layers once `wanted()`: then
-        that chunk is computed again later. False if there was nothing to do. Pages that could not
-        be given back are given back now.
+        that chunk is computed again later. False if there was nothing to do. Pages whose release
+        failed earlier are released now.
         """
         if self.dead or self._groups:
             return False

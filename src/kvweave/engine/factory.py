@@ -40,7 +40,7 @@ def build_components(
 ) -> EngineComponents:
     """Raises ConfigError where flags and model, or flags and memory, do not go together.
 
-    `make_mover` makes what moves KV; benches that do it wrong on purpose bring their own.
+    `make_mover` makes the mover of KV; benches that move it wrongly on purpose pass their own.
     """
     cache_config = config.cache
     page_size = cache_config.page_size

@@ -152,6 +152,6 @@ class Reporter:
         )
 
     def _usage(self) -> float:
-        """Share of the pool that cannot be had."""
+        """Share of the pool that is neither free nor evictable."""
         pool = self._cache.pool
         return 1 - (pool.num_free + self._cache.evictable_pages) / pool.num_pages

@@ -277,7 +277,7 @@ class OutputDelta:
     plan: tuple[Span, ...] = ()
     """Spans that served this prompt beyond its exact prefix; in every answer's first delta."""
     refreshed: tuple[tuple[int, int], ...] = ()
-    """Runs (start, length) inside those spans that were computed all the same."""
+    """Runs (start, length) inside those spans that were computed again."""
 
 
 @dataclass(slots=True)
@@ -361,13 +361,13 @@ class EngineSnapshot:
     """The provider's own statistics."""
 
     heals_waiting: int = 0
-    """Prompts to be computed exactly, now that they were served approximately."""
+    """Prompts that were served approximately and wait to be computed exactly."""
     healed: int = 0
-    """Prompts of which that is done."""
+    """Prompts that were computed exactly."""
     healed_tokens: int = 0
-    """Prompt tokens computed for it; no other counter counts them."""
+    """Prompt tokens computed by healing; no other counter counts them."""
     heals_preempted: int = 0
-    """Times that a request came while a prompt was being healed."""
+    """Times that a request interrupted healing."""
     heals_dropped: int = 0
     """Prompts given up: too many waited, no room beside KV in use or of higher rank, a fault."""
 

@@ -65,7 +65,7 @@ class EngineComponents:
     store: Offloader | None = None
     """Keeps the cache's KV on disk."""
     threads: StepThreads | None = None
-    """None: the steps are no work for CPU threads."""
+    """None: steps do not run on the CPU."""
 
 
 # From rows to a batch.
@@ -181,7 +181,7 @@ def _shared(rows: Rows[Row], highest: list[int]) -> tuple[tuple[SharedSpan, ...]
 
 
 def _recompute(rows: Rows[Row], query_start: IntArray) -> RecomputeRequest | None:
-    """What plans leave to the forward pass to choose, if they do."""
+    """The tokens among which plans let the forward pass select; None if no plan does."""
     if all(row.sequence.plan.deferred is None for row in rows):
         return None
     candidates = np.zeros(int(query_start[-1]), np.bool_)
@@ -269,7 +269,7 @@ def row_outputs(
 
 
 def _take(result: SampledTokens, rows: range, draft: Rows[int], output: RowOutput) -> None:
-    """The sampled tokens up to the first that is not what the draft says.
+    """The sampled tokens up to the first that differs from the draft.
 
     A draft proposes one token with certainty. Then to sample, and to go on as long as the sample
     is the proposal, is the acceptance rule of speculative sampling (Leviathan, Kalman, Matias,

@@ -28,7 +28,8 @@ _MOMENT = 0.0005
 _SMALL = 64
 """Tokens of a step that may be quicker on one thread than on all."""
 _TRIALS, _TRIAL_EVERY, _TRIAL_LATER = 3, 32, 512
-"""Steps on the other number of threads: how many at first, one in so many, and one in so many."""
+"""Steps that try the other number of threads: so many at first, then one in _TRIAL_EVERY, later one
+in _TRIAL_LATER."""
 
 
 class StepThreads:

@@ -94,7 +94,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def twin(self) -> TokenCounts:
-        """The same counts, which go on by themselves."""
+        """A copy of the counts, which changes independently."""
         twin = copy(self)
         twin._ids, twin._counts = self._ids.copy(), self._counts.copy()
         twin._place = self._place.copy()
@@ -145,7 +145,7 @@ class Adjuster:
             self._counts.add(token)
 
     def twin(self) -> Adjuster:
-        """The same state, which goes on by itself."""
+        """A copy of the state, which changes independently."""
         twin = copy(self)
         twin._output = self._output.copy()
         twin._counts = None if self._counts is None else self._counts.twin()

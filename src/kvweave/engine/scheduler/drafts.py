@@ -37,7 +37,7 @@ _SEARCH_AGAIN = 8
 
 
 class DraftHistory:
-    """What one answer's drafts have come to, by strength of the match, and the text they follow."""
+    """Results of one answer's drafts, by strength of the match, and the text that they follow."""
 
     __slots__ = ("_accepted", "_at", "_refused", "cached", "searched", "strong")
 
@@ -155,7 +155,7 @@ class Drafter:
         return tuple(found[: min(most, worth)].tolist())
 
     def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """What came of a draft of `drafted` tokens; the sequence has grown by then."""
+        """Note the result of a draft of `drafted` tokens; the sequence has grown by then."""
         history = self._histories[sequence]
         history.verified(history.strong, sequence.length, drafted, accepted)
 
