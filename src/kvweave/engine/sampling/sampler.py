@@ -35,7 +35,7 @@ _GREEDY_BELOW = 1e-5
 
 
 class SamplingState:
-    """How one answer's tokens are chosen: parameters, seed, and the state after its tokens so far."""
+    """How one answer chooses tokens: parameters, seed, and the state after its tokens so far."""
 
     __slots__ = ("adjuster", "drawn", "ending", "grammar", "greedy", "params", "seed")
 

@@ -73,7 +73,7 @@ class Scheduler:
         self._step = Step()
         self._budget = 0
         self._owed: list[Lease] = []
-        """Of sequences that are gone, and not released yet."""
+        """Leases of ended sequences whose release failed; each step tries again."""
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
