@@ -37,6 +37,15 @@ def check_name(name: str) -> None:
         raise KvweaveError(f"benches are {', '.join(BENCHES)}, not {name!r}")
 
 
+def chosen_cells(bench: str, known: tuple[str, ...], cells: str | None) -> tuple[str, ...]:
+    """What --cells names, or all of `known`; KvweaveError if it names anything else."""
+    wanted = known if cells is None else tuple(cells.split(","))
+    for name in wanted:
+        if name not in known:
+            raise KvweaveError(f"--cells of bench {bench} are {', '.join(known)}, not {name!r}")
+    return wanted
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """What every bench can be told; the command line is derived from it, like all flags."""
@@ -53,7 +62,8 @@ class BenchOptions:
 
     html: str | None = flag(None, "File for a page with plots (bench quality).")
     cells: str | None = flag(
-        None, "Kinds of prompts, or figures, by commas; all without it (bench quality, peers)."
+        None,
+        "Kinds of prompts, or figures, by commas; all without it (bench quality, peers, grammar).",
     )
     arms: str | None = flag(
         None, "What is compared, as in copy/0,zero-mask/0; all without it (bench quality)."

@@ -8,14 +8,16 @@ import re
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from kvweave.config import CacheConfig, EngineConfig, SchedulerConfig
+from kvweave.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.engine import Engine
-from kvweave.engine.sampling.grammar import GrammarCompiler
+from kvweave.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
 from kvweave.engine.sampling.logits import mask_logits
+from kvweave.engine.sampling.sampler import SamplingState, sample
 from kvweave.engine.types import Completion, GenerateRequest, GrammarSpec, SamplingParams
 from kvweave.errors import KvweaveError, RequestError
 from support.enginekit import answer_of
@@ -32,9 +34,12 @@ JSON = GrammarSpec("json_schema", json.dumps(SCHEMA))
 PATTERN = GrammarSpec("regex", "(ab|c){3,6}")
 
 
-def engine_of(tiny, **scheduler):
-    cache = CacheConfig(prefix_cache_backend="radix", page_size=4, max_total_tokens=1024)
-    config = EngineConfig(cache=cache, scheduler=SchedulerConfig(random_seed=0, **scheduler))
+def engine_of(tiny, speculative=None, **scheduler):
+    config = EngineConfig(
+        cache=CacheConfig(prefix_cache_backend="radix", page_size=4, max_total_tokens=1024),
+        scheduler=SchedulerConfig(random_seed=0, **scheduler),
+        speculative=speculative or SpeculativeConfig(),
+    )
     return Engine(config, tiny("llama"))
 
 
@@ -43,10 +48,11 @@ def ask(rid, grammar, max_tokens=120, **sampling):
     return GenerateRequest(rid=rid, prompt_ids=PROMPT, sampling=params)
 
 
-def run(engine, *requests):
+def run(engine, *requests, answers=None):
+    """Serve to the end; `answers` holds what was told before."""
     for request in requests:
         engine.add(request)
-    answers = {}
+    answers = {} if answers is None else answers
     while engine.has_work:
         for delta in engine.step():
             answers.setdefault((delta.rid, delta.index), Completion()).extend(delta)
@@ -243,3 +249,140 @@ def test_masks_that_are_computed_ahead_are_those_of_their_place():
         assert (matcher.mask() == matcher.twin().mask()).all()
     with pytest.raises(KvweaveError, match="cannot go on"):
         matcher.accept(walk[1])
+
+
+SPECS = [
+    JSON,
+    PATTERN,
+    GrammarSpec("regex", "[a-z ]{3,40}(!|[?]{2})?"),
+    GrammarSpec("lark", 'start: "(" start ")" | /[0-9]+/'),
+    GrammarSpec("json_schema", '{"type": "array", "items": {"enum": ["ab", "a", null, 1.5]}}'),
+    GrammarSpec("json_schema", '{"anyOf": [{"type": "string", "maxLength": 9}, {"const": {}}]}'),
+    GrammarSpec("json_schema", "{}"),
+    *(GrammarSpec("json_schema", json.dumps({"type": kind})) for kind in ("number", "boolean")),
+]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_what_is_surely_allowed_is_in_the_mask_and_nothing_else_but_ends(ignore_eos):
+    """Of all tokens, at random places of all grammars."""
+    compiler = GrammarCompiler(byte_tokenizer(), 261, [257])
+    ending = {257} if ignore_eos else {257, 98}
+    for number, spec in enumerate(SPECS):
+        rng = np.random.default_rng(number)
+        matcher = compiler.matcher(compiler.compile(spec), ending, ignore_eos=ignore_eos)
+        for _ in range(12):
+            bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[:261]
+            sure = [matcher.surely_allows(token) for token in range(261)]
+            expected = bits.astype(bool)
+            expected[list(ending)] = False
+            assert sure == expected.tolist()
+            if not expected.any() or matcher.finished:
+                break
+            matcher.accept(int(rng.choice(np.flatnonzero(expected))))
+
+
+def sampled_with_whole_masks(logits, states):
+    """What `sample` chooses, by its definition: every forbidden logit is filled first."""
+    for row, state in enumerate(states):
+        bits = np.unpackbits(state.grammar.mask().view(np.uint8), bitorder="little")
+        logits[row, torch.from_numpy(bits[: logits.shape[-1]] == 0)] = -torch.inf
+    free = [SamplingState(state.params, (), (), state.seed) for state in states]
+    for state, made in zip(states, free, strict=True):
+        made.drawn = state.drawn
+    return sample(logits, free)
+
+
+def test_masks_that_are_left_out_change_no_choice():
+    """Random logits, many of them equal or no numbers, at random places of all grammars."""
+    rng = np.random.default_rng(0)
+    compiler = GrammarCompiler(byte_tokenizer(), 261, [257])
+    states = [
+        SamplingState(
+            SamplingParams(temperature=temperature, top_k=top_k, max_tokens=50),
+            (),
+            {257},
+            seed,
+            compiler.matcher(compiler.compile(spec), {257}),
+        )
+        for seed, spec in enumerate(SPECS)
+        for temperature, top_k in ((0.0, 0), (1.0, 0), (0.7, 5))
+    ]
+    left_out = 0
+    for _ in range(25):
+        logits = torch.from_numpy(rng.integers(-3, 4, (len(states), 261)).astype(np.float32))
+        for row, state in enumerate(states):
+            bits = np.unpackbits(state.grammar.mask().view(np.uint8), bitorder="little")[:261]
+            if rng.random() < 0.6:  # a model that knows its grammar
+                logits[row, torch.from_numpy(np.flatnonzero(bits))] += 2
+            elif rng.random() < 0.3:
+                logits[row, int(rng.choice(np.flatnonzero(bits == 0)))] = torch.nan
+        best = logits.argmax(dim=-1).tolist()
+        left_out += sum(
+            s.greedy and s.grammar.surely_allows(t) for s, t in zip(states, best, strict=True)
+        )
+        expected = sampled_with_whole_masks(logits.clone(), states)
+        found = sample(logits.clone(), states)
+        assert found.token_ids == expected.token_ids
+        assert not found.errors
+        assert not expected.errors
+        for state, token in zip(states, found.token_ids, strict=True):
+            state.record(token)
+        states = [s for s, t in zip(states, found.token_ids, strict=True) if t != 257]
+        states = [s for s in states if not s.grammar.finished]
+    assert left_out > 20
+
+
+@pytest.mark.parametrize("speculative", [SpeculativeConfig(), SpeculativeConfig(algorithm="NGRAM")])
+def test_answers_are_those_of_whole_masks(tiny, monkeypatch, speculative):
+    """Greedy and seeded, several at once, with log probabilities, drafts and preemptions."""
+    letters = dict.fromkeys(byte_tokenizer()("abc 19")["input_ids"], 3.0)
+    requests = [
+        replace(
+            ask(
+                f"{number}/{temperature}/{n}",
+                spec,
+                max_tokens=40,
+                temperature=temperature,
+                n=n,
+                seed=number,
+                logprobs=2 if number % 2 else None,
+                logit_bias=letters if number % 3 else None,
+                frequency_penalty=0.5 if number % 3 == 1 else 0.0,
+            ),
+            priority=number,
+        )
+        for number, spec in enumerate(SPECS[:6])
+        for temperature, n in ((0.0, 1), (0.0, 2), (0.9, 2))
+    ]
+    asked = []
+    surely_allows = GrammarMatcher.surely_allows
+
+    def watched(matcher, token):
+        asked.append(surely_allows(matcher, token))
+        return asked[-1]
+
+    def serve():
+        engine = engine_of(tiny, speculative=speculative, max_running_requests=4)
+        answers = {}
+        for request in requests:  # each is more urgent than those before it
+            engine.add(request)
+            for _ in range(3):
+                for delta in engine.step():
+                    answers.setdefault((delta.rid, delta.index), Completion()).extend(delta)
+        run(engine, answers=answers)
+        assert engine.snapshot().preemptions > 0
+        return {
+            key: (a.token_ids, [p.logprob for p in a.logprobs], a.finish_reason, a.error)
+            for key, a in answers.items()
+        }
+
+    monkeypatch.setattr(GrammarMatcher, "surely_allows", watched)
+    found = serve()
+    assert 10 < sum(asked) < len(asked)
+    monkeypatch.setattr(GrammarMatcher, "surely_allows", lambda matcher, token: False)
+    expected = serve()
+    assert set(found) == set(expected)
+    for key, (ids, logprobs, *end) in found.items():
+        assert (ids, end) == (expected[key][0], list(expected[key][2:]))
+        assert logprobs == pytest.approx(expected[key][1], abs=1e-4)

@@ -24,6 +24,7 @@ from kvweave_bench.base import Bench
 from kvweave_bench.driver import Driver, per_token
 from kvweave_bench.llama_cpp import check_installed
 from kvweave_bench.measure import Against, alternate, row
+from kvweave_bench.options import chosen_cells
 from kvweave_bench.reference import Reference
 from kvweave_bench.report import Row
 from kvweave_bench.setting import Setting
@@ -44,7 +45,7 @@ _Peers = Mapping[str, Mapping[str, Reference]]
 def measure(setting: Setting) -> list[Row]:
     """Times of ours and theirs in turns; the memory of each in a process of its own."""
     long, short = _SHORT if setting.quick else _LONG
-    wanted = _wanted(setting.options.cells)
+    wanted = chosen_cells("peers", _CELLS, setting.options.cells)
     check_installed()
     rows: list[Row] = []
     with _peers(setting, max(2 * long, 2 * _TOGETHER * (_TOGETHER_PROMPT + _DECODED))) as peers:
@@ -68,14 +69,6 @@ _CELLS = (
     *("prefill-short", "prefill", "decode-short", "decode"),
     *("append", "together", "moved", "memory"),
 )
-
-
-def _wanted(cells: str | None) -> tuple[str, ...]:
-    wanted = _CELLS if cells is None else tuple(cells.split(","))
-    for name in wanted:
-        if name not in _CELLS:
-            raise KvweaveError(f"--cells of bench peers are {', '.join(_CELLS)}, not {name!r}")
-    return wanted
 
 
 @contextmanager

@@ -58,6 +58,13 @@ class GrammarMatcher:
         if not self._matcher.consume_token(token):
             raise KvweaveError(f"the grammar cannot go on: {_reason(self._matcher)}")
 
+    def surely_allows(self, token: int) -> bool:
+        """Whether `token` may come next, as far as that is known without the whole mask: False for
+        tokens that end an answer, and where the grammar cannot go on.
+        """
+        ends = self._ending[token >> 5] >> (token & 31) & 1
+        return not ends and bool(self._matcher.validate_tokens([token]))
+
     def allowed_run(self, tokens: Sequence[int]) -> int:
         """How many of `tokens`, from the first on, the grammar allows one after another."""
         return int(self._matcher.validate_tokens(list(tokens)))

@@ -23,6 +23,7 @@ from kvweave.engine.sampling.logits import (
     keep_min_p,
     keep_top_k,
     keep_top_p,
+    likeliest,
     mask_logits,
     token_logprobs,
 )
@@ -100,9 +101,11 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> SampledToke
     errors: dict[int, Exception] = {}
     raw = _raw_logprobs(logits, states)
     _adjust(logits, states, errors)
-    constrained = [(row, s.grammar) for row, s in enumerate(states) if s.grammar is not None]
-    errors |= mask_logits(logits, constrained)
-    best, chosen = logits.max(dim=-1)
+    best, chosen = likeliest(logits)
+    if masked := _to_mask(best, chosen, states):
+        errors |= mask_logits(logits, masked)
+        rows = [row for row, _ in masked]
+        best[rows], chosen[rows] = likeliest(logits[rows])
     random = [row for row, state in enumerate(states) if not state.greedy]
     if random:
         chosen[random] = _draw(logits[random], [states[row] for row in random])
@@ -146,6 +149,23 @@ def _adjust(
             except Exception as error:  # one request's own fault
                 errors[row] = error
     changes.apply(logits)
+
+
+def _to_mask(
+    best: torch.Tensor, chosen: torch.Tensor, states: Sequence[SamplingState]
+) -> list[tuple[int, GrammarMatcher]]:
+    """Rows that need the mask of their grammar. A greedy row whose likeliest token is allowed does
+    not: that token is also the likeliest of the allowed ones.
+    """
+    bound = [(row, s.grammar) for row, s in enumerate(states) if s.grammar is not None]
+    if not any(states[row].greedy for row, _ in bound):
+        return bound
+    tokens, finite = chosen.tolist(), best.isfinite().tolist()
+    return [
+        (row, grammar)
+        for row, grammar in bound
+        if not (states[row].greedy and finite[row] and grammar.surely_allows(tokens[row]))
+    ]
 
 
 def _draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
