@@ -123,6 +123,10 @@ TOOL_CALL_PARSERS = (
     "mistral",
     "pythonic",
     "json",
+    "deepseekv3",
+    "deepseekv31",
+    "kimi_k2",
+    "glm45",
 )
 """Keys of `kvweave.server.tool_forms.TOOL_PARSERS`."""
 REASONING_PARSERS = ("deepseek-r1", "qwen3", "qwen3-thinking", "glm45", "kimi")

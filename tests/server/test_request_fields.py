@@ -51,6 +51,7 @@ SGLANG_BOTH = """
     return_cached_tokens_details return_token_ids top_k min_p min_tokens json_schema regex ebnf
     repetition_penalty stop_token_ids stop_regex no_stop_trim ignore_eos skip_special_tokens
     lora_path session_id session_params response_format custom_params custom_logit_processor
+    watermark return_spec_tokens_details
     images_config bootstrap_host bootstrap_port bootstrap_room routed_dp_rank
     disagg_prefill_dp_rank data_parallel_rank rid extra_key cache_salt ngram_corpus_id priority
 """
@@ -58,7 +59,9 @@ SGLANG_COMPLETIONS = "custom_labels best_of"
 SGLANG_CHAT = """
     return_prompt_token_ids return_meta_info task continue_final_message separate_reasoning
     stream_reasoning chat_template_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video
-    input_ids reasoning
+    input_ids reasoning thinking video_config sampling_logprobs_mode return_sampling_mask
+    return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64
+    return_input_ids_in_sglext return_output_ids_in_sglext
 """
 
 

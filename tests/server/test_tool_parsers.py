@@ -33,6 +33,19 @@ WRITTEN = {
     "qwen3_coder": 'Well.\n<tool_call>\n<function=look>\n<parameter=at>\na } " b\n</parameter>\n'
     "</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=n>\n"
     '[1, {"x": 2}]\n</parameter>\n</function>\n</tool_call>',
+    "deepseekv3": "Well.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n"
+    '```json\n{"at": "a } \\" b"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function'
+    '<｜tool▁sep｜>add\n```json\n{"n": [1, {"x": 2}]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseekv31": "Well.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>"
+    '{"at": "a } \\" b"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>'
+    '{"n": [1, {"x": 2}]}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "kimi_k2": "Well. <|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+    '<|tool_call_argument_begin|>{"at": "a } \\" b"}<|tool_call_end|><|tool_call_begin|>'
+    'functions.add:1<|tool_call_argument_begin|>{"n": [1, {"x": 2}]}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "glm45": 'Well.\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>a } " b</arg_value>\n'
+    "</tool_call>\n<tool_call>add\n<arg_key>n</arg_key>\n"
+    '<arg_value>[1, {"x": 2}]</arg_value>\n</tool_call>',
     "llama3": '{"name": "look", "parameters": {"at": "a } \\" b"}}; '
     '{"name": "add", "parameters": {"n": [1, {"x": 2}]}}',
     "mistral": 'Well. [TOOL_CALLS] [{"name": "look", "arguments": {"at": "a } \\" b"}}, '
@@ -69,6 +82,15 @@ def test_calls_are_read_as_their_family_writes_them(family):
         ("pythonic", "[look(at="),
         ("qwen3_coder", '<tool_call>{"name": "look"}</tool_call>'),
         ("json", "[1, 2]"),
+        ("glm45", '<tool_call>{"name": "look"}</tool_call>'),
+        ("glm45", "<tool_call>look <arg_key>at</arg_key></tool_call>"),
+        ("deepseekv3", "<｜tool▁calls▁begin｜>look<｜tool▁calls▁end｜>"),
+        ("deepseekv31", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>look:0<|tool_call_argument_begin|>1"
+            "<|tool_call_end|><|tool_calls_section_end|>",
+        ),
     ],
 )
 def test_what_only_looks_like_a_call_stays_text(family, text):
@@ -112,6 +134,9 @@ PIECES = st.sampled_from(
             "</function>",
             "<think>",
             "</think>",
+            "<arg_key>at</arg_key>",
+            "<arg_value>1</arg_value>",
+            *WRITTEN.values(),
         ),
     ]
 )

@@ -34,6 +34,10 @@ _TAIL = 32
 """Tokens of a prompt's end that say whether reasoning is open there."""
 _BY_TEMPLATE = (
     ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("['type'] + '<｜tool▁sep｜>'", "deepseekv3"),
+    ("<｜tool▁sep｜>", "deepseekv31"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_start|>", "pythonic"),

@@ -254,7 +254,7 @@ REFUSED: tuple[Refusal, ...] = (
     _refuse("repetition_detection", "an answer ends at stop strings, tokens or its limit"),
     _refuse("use_beam_search", "answers are sampled, not searched"),
     _refuse("custom_logit_processor custom_params vllm_xargs", "this server takes no extensions"),
-    _refuse("watermarking", "answers carry no watermark"),
+    _refuse("watermarking watermark", "answers carry no watermark"),
     _refuse("thinking_token_budget", "reasoning has no limit of its own: set max_tokens", -1),
     _refuse("typical_p tfs_z", "tokens are filtered by top_k, top_p and min_p", 1),
     _refuse(
@@ -269,7 +269,7 @@ REFUSED: tuple[Refusal, ...] = (
     _refuse("sampling_seed", "it is called seed here"),
     _refuse("no_stop_trim", "it is called include_stop_str_in_output here"),
     _refuse("extra_key", "it is called cache_salt here"),
-    _refuse("reasoning", "it is called reasoning_effort here"),
+    _refuse("reasoning thinking", "it is called reasoning_effort here", {"type": "adaptive"}),
     _refuse("sampling_params extra_body options", "its fields belong at the top of the body"),
     _refuse(
         "truncate_prompt_tokens n_keep num_ctx context_management",
@@ -294,7 +294,9 @@ REFUSED: tuple[Refusal, ...] = (
     _refuse("logprob_token_ids token_ids_logprob n_probs", "logprobs shows the likeliest tokens"),
     _refuse(
         "return_token_ids return_prompt_token_ids return_tokens_as_token_ids return_prompt_text "
-        "return_meta_info return_hidden_states return_routed_experts return_logprob",
+        "return_meta_info return_hidden_states return_routed_experts return_logprob "
+        "return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask "
+        "return_flat_raw_output_top_logprobs sampling_logprobs_mode return_spec_tokens_details",
         "answers do not carry it",
     ),
     _refuse(
@@ -318,12 +320,14 @@ IGNORED: Mapping[str, str] = {
     "spaces_between_special_tokens": "text is decoded without spaces added",
     "return_cached_tokens_details diagnostics": "usage always says what was cached",
     "routed_experts_prompt_start routed_experts_start_len return_token_offsets return_mm_kwargs "
-    "return_bytes": ("they only qualify what answers do not carry"),
+    "return_bytes return_flat_raw_top_logprobs_b64": (
+        "they only qualify what answers do not carry"
+    ),
     "require_reasoning": "reasoning comes before what a grammar describes",
     "max_tool_calls": "it limits tools that a server runs; here the client runs them",
     "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank": "for routers",
     "media_io_kwargs mm_processor_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video "
-    "images_config image": "they only qualify images and sound, which are refused",
+    "images_config image video_config": "they only qualify images and sound, which are refused",
 }
 
 _REFUSALS = {name: refusal for refusal in REFUSED for name in refusal.names}

@@ -71,6 +71,7 @@ def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>\n?(.*?)\n?</arg_value>", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
@@ -79,16 +80,53 @@ def _tagged_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
     found = _FUNCTION.fullmatch(text)
     if found is None:
         return None
-    arguments: dict[str, Any] = {}
-    for name, value in _PARAMETER.findall(found[2]):
-        try:
-            arguments[name] = json.loads(value)
-        except (ValueError, RecursionError):
-            arguments[name] = value
+    arguments = {name: _value(value) for name, value in _PARAMETER.findall(found[2])}
     return [(found[1].strip(), arguments)]
 
 
+def _value(text: str) -> Any:
+    """What JSON says, or the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _keyed_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    """`f<arg_key>a</arg_key><arg_value>1</arg_value>`, as GLM-4.5 writes calls."""
+    name = text.partition("<arg_key>")[0].strip()
+    if _ARGUMENT.sub("", text).strip() != name:
+        return None
+    return [(name, {key.strip(): _value(value) for key, value in _ARGUMENT.findall(text)})]
+
+
+def _json_behind(call: str) -> Callable[[str], list[tuple[str, dict[str, Any]]] | None]:
+    """A reader of calls that each match `call`, whose groups are a name and the arguments' JSON."""
+    pattern = re.compile(rf"\s*{call}\s*", re.DOTALL)
+
+    def read(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+        calls, at = [], 0
+        while at < len(text):
+            found = pattern.match(text, at)
+            arguments = _value(found[2]) if found is not None else None
+            if found is None or not isinstance(arguments, dict):
+                return None
+            calls.append((found[1], arguments))
+            at = found.end()
+        return calls
+
+    return read
+
+
 _HERMES = JsonCalls("<tool_call>", "</tool_call>", between="\n")
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
+_FENCED = "function<｜tool▁sep｜>([^\\n]+)\n```json\n(.*?)\n```"
+_BARE = "([^<\\s]+)<｜tool▁sep｜>(.*?)"
+_KIMI_CALL = (
+    r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+):\d+\s*"
+    r"<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"
+)
 TOOL_PARSERS: dict[str, JsonCalls | WholeCalls] = {
     "hermes": _HERMES,
     "qwen": _HERMES,
@@ -98,6 +136,12 @@ TOOL_PARSERS: dict[str, JsonCalls | WholeCalls] = {
     "mistral": JsonCalls("[TOOL_CALLS]", between=", ", listed=True, named=True),
     "pythonic": WholeCalls("[", "]", _python_calls, at_start=True),
     "json": JsonCalls(between=", ", listed=True),
+    "deepseekv3": WholeCalls(*_DEEPSEEK, _json_behind(_DEEPSEEK_CALL.format(_FENCED))),
+    "deepseekv31": WholeCalls(*_DEEPSEEK, _json_behind(_DEEPSEEK_CALL.format(_BARE))),
+    "kimi_k2": WholeCalls(
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _json_behind(_KIMI_CALL)
+    ),
+    "glm45": WholeCalls("<tool_call>", "</tool_call>", _keyed_calls),
 }
 REASONING_PARSERS: dict[str, Reasoning] = {
     "deepseek-r1": Reasoning(opened=True),

@@ -35,10 +35,10 @@ _ANSWER, _QUICK_ANSWER = 256, 64
 _TIMED = 64
 """Tokens of a timed answer."""
 _SLOTS = 32_768
-_CELLS = ("valid", "time", "compile")
 _FREE, _BOUND = "none", "json_schema"
 _KINDS = {"greedy": (1, 0.0), "8_rows": (8, 0.0), "sampled": (1, 1.0)}
 """How answers are timed: rows, and their temperature."""
+_CELLS = ("valid", *_KINDS, "compile")
 _LARGE = 10_000
 """Characters of a schema that is compiled beside other requests, at least."""
 _GAPS = 64
@@ -62,8 +62,8 @@ def measure(setting: Setting) -> list[Row]:
         schemas, refused = _compiled(engine, setting)
     if "valid" in wanted:
         rows += _validity(engine, ids, schemas, refused, setting)
-    if "time" in wanted:
-        for kind in _KINDS:
+    for kind in _KINDS:
+        if kind in wanted:
             rows += _times(engine, ids, schemas, kind, setting)
     if "compile" in wanted:
         rows += asyncio.run(_gaps(ids, setting))
@@ -279,7 +279,8 @@ async def _token_gaps(served: AsyncEngine, ids: tuple[int, ...]) -> list[float]:
     sampling = SamplingParams(max_tokens=_GAPS, temperature=0.0, ignore_eos=True)
     request = GenerateRequest(rid="other", prompt_ids=ids, sampling=sampling)
     times = [time.perf_counter() async for delta in served.generate(request) if delta.token_ids]
-    return (1e3 * np.diff(times)).tolist()
+    gaps: list[float] = (1e3 * np.diff(times)).tolist()
+    return gaps
 
 
 async def _company(
