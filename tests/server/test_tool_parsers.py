@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvweave.plugins import REASONING_PARSERS as REASONING_NAMES
 from kvweave.plugins import TOOL_CALL_PARSERS
-from kvweave.server.answer_plans import ReasoningParser
+from kvweave.server.answer_plans import ReasoningParser, _tool_form
 from kvweave.server.tool_forms import REASONING_PARSERS, TOOL_PARSERS, Reasoning
 from kvweave.server.tool_parsers import make_tool_parser
 from kvweave.server.tools import AnswerParser, ParsedAnswer, parse
@@ -54,6 +54,22 @@ WRITTEN = {
     "json": ' [{"name": "look", "arguments": {"at": "a } \\" b"}},\n'
     '{"name": "add", "arguments": {"n": [1, {"x": 2}]}}]',
 }
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("{{'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name}}", "deepseekv3"),
+        ("{{'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments}}", "deepseekv31"),
+        ("<|tool_calls_section_begin|>{{calls}}", "kimi_k2"),
+        ("<tool_call>{{name}}\n<arg_key>{{key}}</arg_key>", "glm45"),
+        ("<tool_call>\n<function={{name}}>", "qwen3_coder"),
+        ("<tool_call>{{call}}</tool_call>", "hermes"),
+        ("{{content}}", "hermes"),
+    ],
+)
+def test_the_template_chooses_the_family(template, family):
+    assert _tool_form("auto", template) is TOOL_PARSERS[family]
 
 
 @pytest.mark.parametrize("family", WRITTEN)
