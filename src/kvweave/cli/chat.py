@@ -82,10 +82,9 @@ async def _one(
         if show:
             typer.echo(delta.text, nl=False)
             sys.stdout.flush()
-        answer.text += delta.text
-        answer.finish_reason, answer.usage = delta.finish_reason, delta.usage
-        if delta.error is not None:
-            raise KvweaveError(f"prompt {place + 1} failed: {delta.error}")
+        answer.extend(delta)
+        if answer.error is not None:
+            raise KvweaveError(f"prompt {place + 1} failed: {answer.error}")
     return answer
 
 
