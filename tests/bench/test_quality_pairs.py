@@ -176,6 +176,7 @@ def test_the_outermost_layers_are_masked_one_at_least_at_each_end() -> None:
         ("copy/0.2", "budget of copy is 0"),
         ("copy/much", "strategy/budget"),
         ("seams/1.5", "share from 0 to 1"),
+        ("bogus/9", "there is no 'bogus'; there are mix"),
     ],
 )
 def test_a_variant_that_is_none_ends_in_words(text: str, words: str) -> None:

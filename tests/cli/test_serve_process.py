@@ -16,7 +16,7 @@ def process(tiny_folder, tmp_path):
     settings = tmp_path / "kvweave.yaml"
     settings.write_text(
         f"model: {tiny_folder('llama')}\nserved-model-name: tiny\nport: 8000\n"
-        "max-total-tokens: 1024\nlog-requests: true\nlog-format: json\nlog-level: debug\n"
+        "max-total-tokens: 240\nlog-requests: true\nlog-format: json\nlog-level: debug\n"
     )
     command = [sys.executable, "-m", "kvweave.cli.main", "serve", "--config", str(settings)]
     process = subprocess.Popen(
@@ -31,7 +31,7 @@ def url_when_ready(process):
     ready = process.stdout.readline()
     found = re.fullmatch(
         r"kvweave serves tiny at (http://127.0.0.1:\d+)/v1 "
-        r"\(hash cache, room for 1,024 tokens\)\n",
+        r"\(hash cache, room for 240 tokens\)\n",
         ready,
     )
     assert found, ready + process.stderr.read()
@@ -54,6 +54,8 @@ def test_it_reports_readiness_and_finishes_running_requests_on_sigterm(process):
     assert process.wait(30) == 0
     log = [json.loads(line) for line in process.stderr]
     assert not any("exception" in line for line in log)
+    warned = [line["message"] for line in log if line["level"] == "warning"]
+    assert [each for each in warned if "KV pool is smaller than the model's context" in each]
     of_it = {line["logger"]: line for line in log if line.get("rid") == "last"}
     assert of_it["kvweave.server.requests"]["outcome"] == "length"
     assert '"POST /v1/completions HTTP/1.1" 200' in of_it["uvicorn.access"]["message"]

@@ -249,6 +249,15 @@ def test_the_second_start_measures_nothing(
     assert len(list(kept.iterdir())) == 1
 
 
+def test_a_check_that_ran_out_of_time_does_not_replace_a_fuller_one(
+    model: LoadedModel, measuring: list[list[Measured]]
+) -> None:
+    measuring += [[GOOD] * 10, [replace(GOOD, kl=2.0)] * 9]
+    fuller = check_model(config_of(), model)
+    assert not check_model(config_of(), model, afresh=True).passed
+    assert check_model(config_of(), model) == fuller
+
+
 def test_too_few_moved_prompts_are_no_pass_and_are_not_remembered(
     model: LoadedModel, measuring: list[list[Measured]]
 ) -> None:

@@ -132,6 +132,15 @@ def test_both_serve_when_many_ask(router, workers):
     assert min(np.subtract(served(workers), before)) >= 6
 
 
+def test_sglangs_own_interface_passes_through(router):
+    body = {"text": "Rivers:", "sampling_params": {"max_new_tokens": 12, "temperature": 0}}
+    reply = router.post("/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    assert (
+        reply.json()["text"] == ask(router, "Rivers:", max_tokens=12).json()["choices"][0]["text"]
+    )
+
+
 def test_streams_and_chats_pass_through(router, workers):
     plain = ask(router, "Rivers:", max_tokens=12).json()["choices"][0]["text"]
     with router.stream(

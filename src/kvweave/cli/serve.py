@@ -65,6 +65,12 @@ def serve(
                 f"kvweave serves {facts.card.name} at {url}/v1 "
                 f"({behind}{backend} cache, room for {pool:,} tokens)"
             )
+            if pool // cluster.replicas < facts.card.context_length:
+                log.warning(
+                    "the KV pool is smaller than the model's context of %s tokens: longer requests "
+                    "are refused (--max-total-tokens, --mem-fraction-static)",
+                    f"{facts.card.context_length:,}",
+                )
             if server.explorer:
                 _say(f"what each prompt reused: {url}/explorer")
             if backend not in moving_backends():

@@ -166,6 +166,12 @@ class Limits:
         """
         return min(self.context_length, self.pool_tokens + 1)
 
+    @property
+    def _why_less(self) -> str:
+        if self.pool_tokens >= self.context_length:
+            return ""
+        return f", whose KV pool holds {self.pool_tokens} (--max-total-tokens)"
+
     def longest(self, request: GenerateRequest) -> int:
         """The length, prompt included, at which an answer ends."""
         wanted = request.sampling.max_tokens
@@ -184,15 +190,15 @@ class Limits:
             )
         if prompt > self.pool_tokens:
             raise RequestError(
-                f"This model's maximum context length is {self.pool_tokens} tokens on this server, "
-                f"whose KV pool holds {self.pool_tokens} (--max-total-tokens). However, the prompt "
-                f"has {prompt} tokens",
+                f"This model's maximum context length is {self.pool_tokens} tokens on this server"
+                f"{self._why_less}. However, the prompt has {prompt} tokens",
                 param="prompt",
                 code="context_length_exceeded",
             )
         if max_tokens is not None and prompt + max_tokens > self._room:
             raise RequestError(
-                f"This model's maximum context length is {self._room} tokens on this server. "
+                f"This model's maximum context length is {self._room} tokens on this server"
+                f"{self._why_less}. "
                 f"However, you requested {prompt + max_tokens} tokens ({prompt} in the prompt, "
                 f"{max_tokens} for the answer): ask for at most {self._room - prompt}, or leave "
                 "max_tokens out",

@@ -2,12 +2,14 @@
 
 Values of several spellings are brought to one, and bounded. The fields that are served are those of
 the bodies in `protocol`. A field that would change the answer is refused with a reason, unless its
-value asks for nothing. A field of neither kind is unknown and ignored. docs/serving.md shows the
+value asks for nothing. A field of neither kind is unknown and ignored, unless it is nearly the name
+of one that keeps tenants apart or answers exact. docs/serving.md shows the
 table; a test holds the two together.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -342,6 +344,10 @@ _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 """Values that ask for nothing, of fields that only another endpoint serves."""
+_GUARDS = ("cache_salt", "fuzzy")
+"""Served fields that keep tenants apart and answers exact: a misspelt one is not ignored."""
+_NEARLY = 0.8
+"""How much alike two names are, of 1, where one may be the other misspelt."""
 
 
 def refuse_unserved(
@@ -358,6 +364,8 @@ def refuse_unserved(
             reason, neutral = f"it is for {elsewhere[name]}", _NEUTRAL_ELSEWHERE.get(name, ())
         elif name in _REFUSALS:
             reason, neutral = _REFUSALS[name].reason, _REFUSALS[name].neutral
+        elif close := difflib.get_close_matches(str(name), _GUARDS, 1, _NEARLY):
+            raise RequestError(f"there is no field {name}: did you mean {close[0]}?", param=name)
         else:
             continue
         if not _asks_for_nothing(value, neutral):

@@ -89,6 +89,9 @@ def parse_variants(text: str) -> list[Variant]:
 
 def _parse(text: str) -> Variant:
     strategy, slash, budget = text.partition("/")
+    known = (*STRATEGIES, *_WITHOUT_BUDGET)
+    if strategy not in known:
+        raise KvweaveError(f"--arms: there is no {strategy!r}; there are {', '.join(known)}")
     try:
         variant = Variant(strategy, float(budget) if slash else 0.0)
     except ValueError as error:
@@ -96,11 +99,6 @@ def _parse(text: str) -> Variant:
     if not 0 <= variant.budget <= 1 or (variant.budget and strategy in _WITHOUT_BUDGET):
         most = "0" if strategy in _WITHOUT_BUDGET else "a share from 0 to 1"
         raise KvweaveError(f"the budget of {strategy} is {most}, not {budget}")
-    if strategy not in _WITHOUT_BUDGET:
-        # Tell now what an engine would tell much later.
-        found = variant.fuzzy.problems()
-        if found:
-            raise KvweaveError(f"{text}: {found[0]}")
     return variant
 
 

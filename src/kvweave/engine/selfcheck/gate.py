@@ -178,7 +178,8 @@ def check_model(
     """Judge a model under the settings of an approximate backend; takes about a minute at most.
 
     Unless `afresh`, the figures of an earlier check with the same key are used. Figures that are
-    too few for a judgement are not kept: a slow machine measures fewer prompts.
+    too few for a judgement, or fewer than those of that check, are not kept: a slow machine
+    measures fewer prompts.
     """
     cases = build_cases(loaded.tokenizer)
     key = key_of(config, loaded, cases)
@@ -190,7 +191,8 @@ def check_model(
             loaded.name,
         )
         measured = measure(cases, config, loaded, progress)
-        if judge(loaded.name, measured, config).conclusive:
+        fuller = len(measured) >= len(recall(key) or ())
+        if fuller and judge(loaded.name, measured, config).conclusive:
             remember(key, measured)
     return judge(loaded.name, measured, config)
 
