@@ -29,6 +29,7 @@ class Answer:
     token_seconds: list[float] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     plan: tuple[Span, ...] = ()
+    refreshed: tuple[tuple[int, int], ...] = ()
 
     @property
     def first_token_seconds(self) -> float:
@@ -102,6 +103,7 @@ class Driver:
                 answer.token_seconds += [now - start] * len(delta.token_ids)
                 answer.usage = delta.usage
                 answer.plan = delta.plan or answer.plan
+                answer.refreshed = delta.refreshed or answer.refreshed
                 unfinished -= delta.finish_reason is not None
 
     def _held_pages(self) -> int:

@@ -72,6 +72,8 @@ def served(
                 answers[delta.rid] += delta.token_ids
                 logprobs.extend(each.logprob for each in delta.logprobs if each.logprob)
                 shared.extend(span.shared for span in delta.plan)
+                if delta.plan:
+                    assert delta.usage.reuse.shared == sum(span.shared for span in delta.plan)
             leases = [one.lease for one in engine.scheduler.running if one.lease is not None]
             engine.cache.inspector.check(leases)
             pool = engine.components.pool

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from mmap import PAGESIZE
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +56,23 @@ def test_pages_copied_out_and_into_another_pool_are_the_same(
         assert torch.equal(got, want)
     for got, want in zip(contents(other, np.array([1, 2, 4], np.int32)), untouched, strict=True):
         assert torch.equal(got, want)
+
+
+def test_memory_is_provided_for_the_pages_that_are_named_and_no_others() -> None:
+    kv = KVTensors((LayerLayout(8, 64, 64),), 1024, 16)  # 64 MB that nobody has used
+    kv.keys[0][:16], kv.values[0][:16] = 1, 2
+    before = resident()
+    kv.provide(np.arange(512, dtype=np.int32))
+    grown = resident() - before
+    assert 0.9 < grown / (32 << 20) < 1.1
+    assert (kv.keys[0][:16] == 1).all() and (kv.values[0][:16] == 2).all()
+    kv.provide(np.arange(0, dtype=np.int32))
+    assert resident() - before - grown < 1 << 20
+
+
+def resident() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
 
 
 def test_pages_of_another_size_are_refused_before_anything_is_written() -> None:

@@ -32,6 +32,7 @@ def test_the_shape_of_an_answer(client):
                 "paraphrase_tokens": 0,
                 "refreshed_tokens": 0,
                 "session_tokens": 0,
+                "shared_tokens": 0,
                 "cache_write_tokens": 0,
             },
         },

@@ -257,6 +257,7 @@ def test_text_that_moved_is_reported_span_by_span():
                 "paraphrase_tokens": 0,
                 "refreshed_tokens": 0,
                 "session_tokens": 0,
+                "shared_tokens": 0,
                 "cache_write_tokens": 132,  # whole pages
             },
             [],

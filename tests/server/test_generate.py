@@ -36,6 +36,7 @@ def test_an_answer(client, engine):
         "paraphrase_tokens": 0,
         "refreshed_tokens": 0,
         "session_tokens": 0,
+        "shared_tokens": 0,
     }
     assert engine.requests[0].cache_salt == "me"
 

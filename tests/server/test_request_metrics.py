@@ -139,8 +139,9 @@ def assert_sums_are_totals(client):
 
 
 def test_histograms_add_up_to_their_counters_however_requests_end(client, engine):
-    engine.usage = Usage(reuse=Reuse(exact=2, moved=1))
-    with counted(client, num_requests_total=1, prompt_tokens_total=5, generation_tokens_total=6):
+    engine.usage = Usage(reuse=Reuse(exact=2, moved=2, shared=1))
+    served = {"num_requests_total": 1, "prompt_tokens_total": 5, "shared_tokens_total": 1}
+    with counted(client, **served, generation_tokens_total=6):
         client.post("/v1/completions", json=ASK)
     aborted = {"num_requests_total": 1, "num_aborted_requests_total": 1}
     for phase in ("queue", "prefill"):  # no token came: nothing was served

@@ -8,7 +8,8 @@ int8 costs an answer, since a few dimensions of keys are much larger than the ot
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from mmap import PAGESIZE
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,24 @@ from kvweave.kv.pool import IntArray
 _SCALE = torch.float32
 _TINY = 1e-35
 """Numbers that are all smaller than this are kept as zeros: 127 / them would be infinite."""
+
+
+_POPULATE_WRITE = 23
+"""Linux 5.14: fault pages in, as if they were written to. Python's mmap has no name for it."""
+_PROVIDED = 32
+"""Pages whose memory is asked for before that of the next ones: they are written in that order."""
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    try:
+        madvise = ctypes.CDLL(None).madvise
+    except (AttributeError, OSError, TypeError):
+        return None
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise  # type: ignore[no-any-return]
+
+
+_madvise = _find_madvise()
 
 
 def quantize(numbers: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,6 +209,24 @@ class KVTensors:
             return (pool[slots] * factors).to(dtype or _SCALE)
         return pool[slots].to(dtype or pool.dtype)
 
+    def provide(self, pages: IntArray) -> None:
+        """Have the system provide the memory of `pages` now, not when they are first written.
+
+        On any thread; changes no content. Does nothing on other devices than CPUs, and where the
+        system cannot do it.
+        """
+        if self.device.type != "cpu" or _madvise is None:
+            return
+        for some in np.split(pages, range(_PROVIDED, len(pages), _PROVIDED)):
+            for first, count in _runs(some):
+                for part in self._parts():
+                    length = part.element_size() * part[0].numel() * self.page_size
+                    begin = part.data_ptr() + first * length
+                    end = begin + count * length
+                    begin -= begin % PAGESIZE
+                    if length and _madvise(begin, end - begin, _POPULATE_WRITE):
+                        return
+
     def copy_out(
         self, pages: IntArray, out: npt.NDArray[np.uint8] | None = None
     ) -> npt.NDArray[np.uint8]:
@@ -220,6 +257,9 @@ class KVTensors:
                     self.device
                 )
 
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
+
     def _by_page(
         self, data: npt.NDArray[np.uint8]
     ) -> Iterator[tuple[npt.NDArray[Any] | torch.Tensor, npt.NDArray[Any]]]:
@@ -229,7 +269,7 @@ class KVTensors:
         many times faster than byte by byte.
         """
         start = 0
-        for tensor in (*self.keys, *self.values, *self.key_scales, *self.value_scales):
+        for tensor in self._parts():
             part = tensor.view(self.num_slots // self.page_size, -1).view(torch.uint8)
             length = part.shape[1]
             column = data[:, start : start + length]
@@ -239,6 +279,13 @@ class KVTensors:
                 yield part.numpy().view(raw)[:, 0], column.view(raw)[:, 0]
             elif length:
                 yield part, column
+
+
+def _runs(pages: IntArray) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive pages: the first, and how many."""
+    for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
+        if len(run):
+            yield int(run[0]), len(run)
 
 
 def _on_cpu(part: torch.Tensor, pages: IntArray) -> npt.NDArray[np.uint8]:

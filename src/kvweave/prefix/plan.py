@@ -64,6 +64,8 @@ class Reuse:
     """Inside spans, but computed again; not counted in `moved` or `paraphrase`."""
     session: int = 0
     """Of `moved`: from KV that is itself approximate, which only its own session is lent."""
+    shared: int = 0
+    """Of `moved`: read in the donor's pages instead of copied."""
 
     def __add__(self, other: Reuse) -> Reuse:
         return Reuse(
@@ -72,6 +74,7 @@ class Reuse:
             self.paraphrase + other.paraphrase,
             self.recomputed + other.recomputed,
             self.session + other.session,
+            self.shared + other.shared,
         )
 
 
@@ -178,7 +181,8 @@ class Plan:
         moved, paraphrase = self.served_by(Tier.MOVED), self.served_by(Tier.PARAPHRASE)
         # What the forward pass will recompute is not known yet; it may be of any span.
         session = min(moved, self._served(span for span in self.spans if span.generation))
-        return Reuse(self.exact, moved, paraphrase, self.recomputed, session)
+        shared = sum(span.shared for span in self.spans)
+        return Reuse(self.exact, moved, paraphrase, self.recomputed, session, shared)
 
     @property
     def recomputed(self) -> int:

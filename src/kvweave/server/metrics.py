@@ -80,6 +80,9 @@ class Metrics:
         self._cached_tokens = {
             tier: cached.labels(model_name, "device", tier.value) for tier in Tier
         }
+        self._shared_tokens = self._counter(
+            "shared_tokens", "Of the moved prompt tokens, those read in the donor's pages."
+        )
         self.registry.register(_EngineCollector(model_name, snapshot, self._hit_rate))
 
     def prompt_served(self, usage: Usage) -> None:
@@ -91,6 +94,7 @@ class Metrics:
         }
         for tier, tokens in cached.items():
             self._cached_tokens[tier].inc(tokens)
+        self._shared_tokens.inc(usage.reuse.shared)
         self._cached_sum += sum(cached.values())
         self._prompt_sum += usage.prompt_tokens
         self._prompt_tokens.inc(usage.prompt_tokens)
@@ -420,4 +424,5 @@ def reuse_fields(reuse: Reuse) -> dict[str, int]:
         "paraphrase_tokens": reuse.paraphrase,
         "refreshed_tokens": reuse.recomputed,
         "session_tokens": reuse.session,
+        "shared_tokens": reuse.shared,
     }

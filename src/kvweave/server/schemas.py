@@ -36,6 +36,8 @@ class PromptDetails(BaseModel):
     refreshed_tokens: int
     session_tokens: int
     """Of moved_tokens: from KV that this session computed behind moved text."""
+    shared_tokens: int
+    """Of moved_tokens: read in the donor's pages instead of copied."""
     cache_write_tokens: int
 
 

@@ -115,6 +115,7 @@ class StoreAccess:
         self.finder = Worker("finder", 0)
         self.reader = Worker("reader", 5)
         self.writer = Worker("writer", 10)
+        self.provider = Worker("provider", 5)
 
     @property
     def resting(self) -> bool:
@@ -123,11 +124,14 @@ class StoreAccess:
 
     def close(self) -> None:
         """Stop the threads and let go of the folder."""
-        stopped = [each.stop(5.0) for each in (self.writer, self.reader, self.finder)]
+        stopped = [each.stop(5.0) for each in self._workers()]
         if all(stopped):  # else a thread hangs in the file system, and still uses them
             for _, catalog in self._connections.values():
                 catalog.close()
             self.store.close()
+
+    def _workers(self) -> tuple[Worker, ...]:
+        return (self.writer, self.reader, self.finder, self.provider)
 
     def run(
         self,
@@ -213,6 +217,8 @@ class PageContent(Protocol):
 
     @property
     def page_bytes(self) -> int: ...
+
+    def provide(self, pages: IntArray) -> None: ...
 
     def copy_out(self, pages: IntArray, out: ByteArray | None = None) -> ByteArray: ...
 

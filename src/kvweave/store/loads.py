@@ -172,6 +172,9 @@ class Loads:
                 self._counters.declined_loads += 1
                 continue
             self._counters.loads += 1
+            # Its memory may never have been used: a thread takes the page faults meanwhile.
+            new = self._of.cache.pool.upcoming(len(path.pages) - first)
+            self._access.provider.put(partial(self._of.content.provide, new))
             self._reading = _Reading(load, path, first, first, time.monotonic())
             self._access.run(self._access.reader, partial(self._read, self._reading), self._read_up)
 

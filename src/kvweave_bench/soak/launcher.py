@@ -225,6 +225,8 @@ def _look_at_spans(audit: Audit, cache: FuzzyCache, view: Any, lease: Any) -> No
         if len(theirs) != span.length or (span.tier is Tier.MOVED and theirs != ours):
             audit.say("violation", words=f"{view.rid} was served other tokens at {span}")
     audit.say("spans", count=len(lease.plan.spans))
+    if lease.shared:
+        audit.say("shared", count=len(lease.shared))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ _COUNTS = {
     "audit:fault": "faults_injected",
     "audit:checked": "checks_of_pages",
     "audit:spans": "spans_compared",
+    "audit:shared": "spans_shared",
 }
 _ENGINE = (
     *("steps", "preemptions", "healed", "heals_preempted", "heals_dropped"),

@@ -25,14 +25,15 @@ from kvweave_bench.soak.verdicts import NO_NUMBERS
 from kvweave_bench.soak.watch import Sample, Trend, leaks, look, trend
 from kvweave_bench.soak.workload import Workload
 
+_FUZZY = (
+    *("--prefix-cache-backend", "fuzzy_match", "--fuzzy-heal"),
+    *("--fuzzy-share-span", "48"),  # the documents are shorter than what is shared by default
+)
 VARIANTS: dict[str, tuple[str, ...]] = {
     "hash": ("--prefix-cache-backend", "hash"),
     "radix": ("--prefix-cache-backend", "radix", "--schedule-policy", "lpm"),
-    "fuzzy_match": ("--prefix-cache-backend", "fuzzy_match", "--fuzzy-heal"),
-    "semantic": (
-        *("--prefix-cache-backend", "fuzzy_match", "--fuzzy-heal", "--fuzzy-provider", "semantic"),
-        *("--fuzzy-semantic-embedder", "use"),
-    ),
+    "fuzzy_match": _FUZZY,
+    "semantic": (*_FUZZY, "--fuzzy-provider", "semantic", "--fuzzy-semantic-embedder", "use"),
 }
 _FLAGS = (
     *("--port", "0", "--page-size", "16", "--max-total-tokens", "2560"),
