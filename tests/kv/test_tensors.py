@@ -65,7 +65,8 @@ def test_memory_is_provided_for_the_pages_that_are_named_and_no_others() -> None
     kv.provide(np.arange(512, dtype=np.int32))
     grown = resident() - before
     assert 0.9 < grown / (32 << 20) < 1.1
-    assert (kv.keys[0][:16] == 1).all() and (kv.values[0][:16] == 2).all()
+    assert (kv.keys[0][:16] == 1).all()
+    assert (kv.values[0][:16] == 2).all()
     kv.provide(np.arange(0, dtype=np.int32))
     assert resident() - before - grown < 1 << 20
 

@@ -43,8 +43,9 @@ _FLAGS = (
 )
 """Small, so that eviction and preemption never pause."""
 _LEAVES_WITHIN = 60.0
-_MODEST = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
-"""oneDNN keeps what it compiled for the last 1,024 shapes, which fill slowly, like a leak."""
+_MODEST = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""oneDNN keeps what it compiled for the last 1,024 shapes, and torch beside it what it made of them
+for 1,024: both fill slowly, like a leak."""
 MOST_FILES, MOST_THREADS, STORE_FILES = 24, 32, 16
 """Of an idle server: no connection is left, and its pools of threads are bounded; the last is what
 a store adds."""
