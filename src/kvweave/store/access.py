@@ -1,11 +1,9 @@
-"""What loads and saves share: the threads that use a store, buffers, faults, counters, speeds."""
+"""How loads and saves use a store: on threads, through buffers, and resting after a fault."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import os
 import sqlite3
 import threading
@@ -22,6 +20,7 @@ from kvweave.kv.pool import IntArray
 from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.lease import Lease
 from kvweave.store.catalog import Catalog
+from kvweave.store.figures import OffloadCounters, Speeds
 from kvweave.store.pages import ByteArray, PageStore
 
 log = logging.getLogger("kvweave.store")
@@ -33,8 +32,6 @@ _REST_SECONDS = 60.0
 
 _BUFFER_BYTES = 8 << 20
 _BUFFERS = 3
-_OLD_SHARE = 0.8
-"""Of the past, in a measured speed."""
 
 
 class Worker:
@@ -223,52 +220,6 @@ class PageContent(Protocol):
     def copy_out(self, pages: IntArray, out: ByteArray | None = None) -> ByteArray: ...
 
     def copy_in(self, pages: IntArray, data: ByteArray) -> None: ...
-
-
-@dataclass(slots=True)
-class OffloadCounters:
-    """Since start, in tokens unless the name says otherwise."""
-
-    loaded: int = 0
-    saved: int = 0
-    loads: int = 0
-    """Paths read for requests."""
-    late_loads: int = 0
-    """Requests that went ahead without what was being read."""
-    declined_loads: int = 0
-    """Paths that were not read: computing is faster."""
-    dropped_saves: int = 0
-    """Requests whose KV was not written: too many waited, or it was evicted first."""
-    damaged_pages: int = 0
-
-
-@dataclass(slots=True)
-class Speeds:
-    """As measured; None: not known yet."""
-
-    compute: float | None = None
-    """Tokens of prompts per second."""
-    read: float | None = None
-    """Bytes per second, from the folder to the cache."""
-
-    def to_json(self) -> bytes:
-        return json.dumps([self.compute, self.read]).encode()
-
-    @staticmethod
-    def from_json(data: bytes) -> Speeds:
-        """What `to_json` gave; nothing is known if it is damaged."""
-        try:
-            given = [None if one is None else float(one) for one in json.loads(data)]
-            if all(one is None or (math.isfinite(one) and one > 0) for one in given):
-                return Speeds(*given)
-        except (ValueError, TypeError):
-            pass
-        return Speeds()
-
-
-def mean(known: float | None, new: float) -> float:
-    """The measured speed after a new measurement."""
-    return new if known is None else _OLD_SHARE * known + (1 - _OLD_SHARE) * new
 
 
 @dataclass(slots=True)

@@ -13,8 +13,9 @@ import numpy as np
 
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import RequestView
-from kvweave.store.access import Buffers, Offloading, mean
+from kvweave.store.access import Buffers, Offloading
 from kvweave.store.catalog import StoredPath
+from kvweave.store.figures import mean
 from kvweave.store.pages import ByteArray
 
 log = logging.getLogger("kvweave.store")

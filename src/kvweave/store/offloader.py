@@ -19,7 +19,8 @@ from functools import partial
 
 from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.lease import Lease
-from kvweave.store.access import Offloading, PageContent, Speeds, StoreAccess, mean
+from kvweave.store.access import Offloading, PageContent, StoreAccess
+from kvweave.store.figures import Speeds, mean
 from kvweave.store.loads import Loads
 from kvweave.store.pages import PageFormat, PageStore
 from kvweave.store.saves import Saves
