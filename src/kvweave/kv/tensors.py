@@ -38,7 +38,7 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
     except (AttributeError, OSError, TypeError):
         return None
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return madvise  # type: ignore[no-any-return]
+    return madvise
 
 
 _madvise = _find_madvise()
