@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SOURCE = re.compile(r"`([\w.-]+/[\w./-]+\.(?:py|c|h))`(?:, `(?:[A-Za-z]\w*\.)?(\w+)`)?")
+NAMED_IN = re.compile(r"`(?:[A-Za-z]\w*\.)?(\w+)` (?:in |\()`([\w.-]+/[\w./-]+\.(?:py|c|h))`")
 INLINE = re.compile(r"`((?:kvweave|make) [^`\n]+)`")
 SERVED = "http://127.0.0.1:8000"
 
@@ -105,7 +106,9 @@ def test_source_files_and_the_names_said_to_be_in_them_exist():
     for page in PAGES:
         if page.parent.name == "decisions":
             continue
-        for path, name in SOURCE.findall(page.read_text("utf-8")):
+        text = page.read_text("utf-8")
+        named = [(path, name) for name, path in NAMED_IN.findall(text)]
+        for path, name in [*SOURCE.findall(text), *named]:
             if "NAME" in path:  # a placeholder
                 continue
             places = (ROOT / "src/kvweave" / path, ROOT / "src" / path, ROOT / path)
