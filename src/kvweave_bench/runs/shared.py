@@ -27,9 +27,10 @@ def measure(setting: Setting) -> list[Row]:
     """Pages held at the peak, and ids against those with copies.
 
     peak_pages_ratio: 1 is the document once, and what each asker computes itself. peak_documents:
-    the same pages, counted in documents. least_ratio: the same plans without a slot that is left
-    over in a page or copied only because its page is the asker's: the donor's whole prompt once,
-    and of each asker what is computed for it or was moved in runs too short to be shared.
+    the same pages, counted in documents. plan_tokens_ratio: what the plans need if no slot is left
+    over in a page, or copied only because its page is the asker's: the donor's whole prompt once,
+    and of each asker what is computed for it, or moved in runs too short to be shared, all answers
+    at full length.
     """
     rows = []
     for askers, length, page_size in _QUICK_CASES if setting.quick else _CASES:
@@ -69,13 +70,13 @@ def _case(setting: Setting, askers: int, length: int, page_size: int, case: str)
         for metric, tokens in (("peak_pages_ratio", one_copy), ("peak_documents", length))
         for arm in (_SHARED, _COPIES)
     ]
-    least = len(donor) + sum(map(_own, answers[_SHARED][:askers]))
+    needed = len(donor) + sum(map(_own, answers[_SHARED][:askers]))
     return [
         *pages,
         Row(
-            metric="least_ratio",
+            metric="plan_tokens_ratio",
             arm=_SHARED + case,
-            value=least / one_copy,
+            value=needed / one_copy,
             unit="x",
             n=askers,
         ),
