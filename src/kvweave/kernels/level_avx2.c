@@ -4,7 +4,6 @@
 #define PANEL 2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define NAMED(name) name##_avx2
-#define LINEAR_AVX2
 #include "attention_kernel.h"
 #include "move_kernel.h"
 #include "linear_kernel.h"

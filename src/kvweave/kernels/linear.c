@@ -32,9 +32,9 @@ typedef struct {
     const linear_level *level;
     int threads;
     int64_t inputs;      /* of the widest row that is quantised */
-    quantized_rows rows; /* shared: CHUNK of them, in two terms */
+    quantized_rows rows; /* shared: CHUNK of them */
     float *between;      /* (CHUNK, outputs) of the widest product that is kept */
-    char *own;           /* per thread: FEW quantised rows in two terms, and a row of floats */
+    char *own;           /* per thread: FEW quantised rows, and a row of floats */
     size_t own_size;
 } work;
 
@@ -43,8 +43,8 @@ static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static quantized_rows place_rows(char *at, int64_t rows, int64_t inputs) {
     int64_t numbers = ALIGNED(rows * (inputs / GROUP) * 4);
-    quantized_rows placed = {.values = (int8_t *)at};
-    at += ALIGNED(rows * inputs);
+    quantized_rows placed = {.values = (int16_t *)at, .rows = rows};
+    at += ALIGNED(rows * inputs * 2);
     placed.scales = (float *)at;
     placed.sums = (int32_t *)(at + numbers);
     placed.offsets = (float *)(at + 2 * numbers);
@@ -52,7 +52,7 @@ static quantized_rows place_rows(char *at, int64_t rows, int64_t inputs) {
 }
 
 static size_t size_of_rows(int64_t rows, int64_t inputs) {
-    return ALIGNED(rows * inputs) + 3 * ALIGNED(rows * (inputs / GROUP) * 4);
+    return ALIGNED(rows * inputs * 2) + 3 * ALIGNED(rows * (inputs / GROUP) * 4);
 }
 
 /* Room for a call's intermediate results; 0 if there is no memory. */
@@ -66,9 +66,9 @@ static int begin(work *w, linear_workspace *space, int level, int threads, int64
     w->threads = threads;
     w->inputs = inputs;
     rows = smaller_of(rows, CHUNK);
-    size_t shared = size_of_rows(2 * rows, inputs); /* two terms */
+    size_t shared = size_of_rows(rows, inputs);
     size_t kept = ALIGNED(rows * between * sizeof(float));
-    w->own_size = size_of_rows(2 * FEW, inputs) + ALIGNED(inputs * sizeof(float));
+    w->own_size = size_of_rows(FEW, inputs) + ALIGNED(inputs * sizeof(float));
     size_t needed = shared + kept + threads * w->own_size;
     if (space->size < needed) {
         free(space->memory);
@@ -76,7 +76,7 @@ static int begin(work *w, linear_workspace *space, int level, int threads, int64
         space->size = space->memory ? needed : 0;
         if (!space->memory) return 0;
     }
-    w->rows = place_rows(space->memory, 2 * rows, inputs);
+    w->rows = place_rows(space->memory, rows, inputs);
     w->between = (float *)(space->memory + shared);
     w->own = space->memory + shared + kept;
     return 1;
@@ -89,15 +89,14 @@ typedef struct {
     const float *norm; /* RMSNorm's weight, or NULL */
     float eps;
     int gated; /* x holds gate and up: silu(gate) * up is what is meant */
-    int64_t terms;
 } row_source;
 
 /* Quantise `rows` rows; every thread takes part. Returns where they are. */
 static quantized_rows prepare(const work *w, const row_source *from, int64_t rows) {
     char *own = w->own + THREAD * w->own_size;
-    float *scratch = (float *)(own + size_of_rows(2 * FEW, w->inputs));
+    float *scratch = (float *)(own + size_of_rows(FEW, w->inputs));
     int alone = rows <= FEW || w->threads == 1;
-    quantized_rows to = rows <= FEW ? place_rows(own, 2 * FEW, w->inputs) : w->rows;
+    quantized_rows to = rows <= FEW ? place_rows(own, FEW, w->inputs) : w->rows;
     int64_t share = alone ? rows : (rows + w->threads - 1) / w->threads;
     int64_t row = alone ? 0 : THREAD * share, end = smaller_of(row + share, rows);
     for (; row < end; row++) {
@@ -109,8 +108,7 @@ static quantized_rows prepare(const work *w, const row_source *from, int64_t row
             w->level->silu_product(x, x + from->inputs, from->inputs, scratch);
             x = scratch;
         }
-        w->level->quantize(x, from->inputs, &to, row, from->terms == 2 ? scratch : NULL);
-        if (from->terms == 2) w->level->quantize(scratch, from->inputs, &to, rows + row, NULL);
+        w->level->quantize(x, from->inputs, &to, row);
     }
     if (!alone) {
         BARRIER
@@ -140,7 +138,7 @@ int32_t kvweave_linear(const linear_call *call, void *workspace) {
     for (int64_t at = 0, turn = 0; at < call->rows; at += CHUNK, turn ^= 1) {
         int64_t rows = smaller_of(CHUNK, call->rows - at);
         row_source from = {call->x + at * weight->inputs, weight->inputs, weight->inputs,
-                           call->norm, call->eps, 0, weight->terms};
+                           call->norm, call->eps, 0};
         quantized_rows quantized = prepare(&w, &from, rows);
         multiply(&w, weight, &quantized, rows, call->out + at * weight->outputs, 0, &next[turn]);
         BARRIER
@@ -156,7 +154,7 @@ static void place_token(const work *w, const decoder_layer *layer, const decoder
     const float *cosines = call->cosines + call->positions[row] * half;
     const float *sines = call->sines + call->positions[row] * half;
     int64_t slot = call->slots ? call->slots[row] : row;
-    float *scratch = (float *)(w->own + THREAD * w->own_size + size_of_rows(2 * FEW, w->inputs));
+    float *scratch = (float *)(w->own + THREAD * w->own_size + size_of_rows(FEW, w->inputs));
     for (int64_t head = 0; head < layer->heads + layer->kv_heads; head++, qkv += dim) {
         int is_query = head < layer->heads;
         const float *norm = is_query ? layer->q_norm : layer->k_norm, *x = qkv;
@@ -185,7 +183,7 @@ int32_t kvweave_before_attention(const decoder_layer *layer, const decoder_call 
     for (int64_t at = 0, turn = 0; at < call->rows; at += CHUNK, turn ^= 1) {
         int64_t rows = smaller_of(CHUNK, call->rows - at);
         row_source from = {call->hidden + at * qkv->inputs, qkv->inputs, qkv->inputs,
-                           layer->input_norm, layer->eps, 0, qkv->terms};
+                           layer->input_norm, layer->eps, 0};
         quantized_rows quantized = prepare(&w, &from, rows);
         multiply(&w, qkv, &quantized, rows, w.between, 0, &next[turn]);
         BARRIER
@@ -215,18 +213,16 @@ int32_t kvweave_after_attention(const decoder_layer *layer, const decoder_call *
         int64_t rows = smaller_of(CHUNK, call->rows - at);
         float *x = call->hidden + at * hidden;
         row_source attention = {call->attention + at * o->inputs, o->inputs, o->inputs,
-                                NULL, 0, 0, o->terms};
+                                NULL, 0, 0};
         quantized_rows quantized = prepare(&w, &attention, rows);
         multiply(&w, o, &quantized, rows, x, 1, &next[turn][0]);
         BARRIER
         if (THREAD == 0) memset(next[turn ^ 1], 0, sizeof next[0]);
-        row_source normed = {x, hidden, hidden, layer->post_norm, layer->eps, 0,
-                             gate_up->terms};
+        row_source normed = {x, hidden, hidden, layer->post_norm, layer->eps, 0};
         quantized = prepare(&w, &normed, rows);
         multiply(&w, gate_up, &quantized, rows, w.between, 0, &next[turn][1]);
         BARRIER
-        row_source gated = {w.between, gate_up->outputs, down->inputs, NULL, 0, 1,
-                            down->terms};
+        row_source gated = {w.between, gate_up->outputs, down->inputs, NULL, 0, 1};
         quantized = prepare(&w, &gated, rows);
         multiply(&w, down, &quantized, rows, x, 1, &next[turn][2]);
         if (at + CHUNK < call->rows) {

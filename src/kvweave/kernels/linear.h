@@ -21,7 +21,6 @@ typedef struct {
     int64_t inputs;    /* a multiple of GROUP */
     int64_t outputs;
     int64_t bits;
-    int64_t terms; /* 1, or 2: rows are multiplied as 8 bits and the 8-bit rest of that rounding */
 } quantized_weight;
 
 /* Products of one weight with float32 rows. */
@@ -59,13 +58,15 @@ typedef struct {
     int32_t threads, level;
 } decoder_call;
 
-/* Rows quantised to 8 bits: values (rows, inputs) in -127..127; by row and group their scale, their
- * values' sum, and the product of both. */
+/* Rows quantised to 16 bits: values (groups, rows, GROUP) in -32767..32767, with the second and the
+ * third of each four inputs swapped, as `add_products` takes them; (groups, rows) their scales,
+ * their values' sums, and the products of both. */
 typedef struct {
-    int8_t *values;
+    int16_t *values;
     float *scales;
     int32_t *sums;
     float *offsets;
+    int64_t rows; /* that there is room for */
 } quantized_rows;
 
 /* One level of instruction set. */
@@ -73,10 +74,9 @@ typedef struct {
     void (*rms_norm)(const float *x, const float *weight, float eps, int64_t n, float *out);
     /* silu(gate) * up */
     void (*silu_product)(const float *gate, const float *up, int64_t n, float *out);
-    /* What rounding took from x goes to `rest`, unless that is NULL; it may be x. */
-    void (*quantize)(const float *x, int64_t n, const quantized_rows *to, int64_t row, float *rest);
-    /* Tiles [tile, end) of the outputs, for all rows; `add` to what is there, or store. Second
-     * terms lie behind all rows. A row's result depends on neither the other rows nor the tiles. */
+    void (*quantize)(const float *x, int64_t n, const quantized_rows *to, int64_t row);
+    /* Tiles [tile, end) of the outputs, for all rows; `add` to what is there, or store. A row's
+     * result depends on neither the other rows nor the tiles. */
     void (*multiply)(const quantized_weight *weight, const quantized_rows *from, int64_t rows,
                      int64_t tile, int64_t end, float *out, int64_t stride, int add);
     /* Turn one head's leading dimensions by the angles whose cosines and sines are given. */

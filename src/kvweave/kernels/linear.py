@@ -25,7 +25,6 @@ class Weight(ctypes.Structure):
         ("inputs", _Int64),
         ("outputs", _Int64),
         ("bits", _Int64),
-        ("terms", _Int64),
     ]
 
 

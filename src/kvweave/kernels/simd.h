@@ -26,6 +26,9 @@ typedef int16_t vw __attribute__((vector_size(4 * VL)));
 /* The same in memory: at any address, and free to alias. */
 typedef float vf_memory __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh_memory __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+typedef uint32_t vu_memory __attribute__((vector_size(4 * VL), aligned(1), may_alias));
+typedef int16_t vs __attribute__((vector_size(2 * VL)));
+typedef int16_t vs_memory __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 typedef int8_t vb_memory __attribute__((vector_size(VL), aligned(1), may_alias));
 
 /* First and second halves of a and b, woven: a0 b0 a1 b1 ...; and pairs of a, swapped. */
@@ -34,18 +37,21 @@ typedef int8_t vb_memory __attribute__((vector_size(VL), aligned(1), may_alias))
 #define HIGH_HALVES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #define IOTA 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
 #define PARTNERS 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14
+#define MIDDLES_SWAPPED 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15
 #define LOG_VL 4
 #elif VL == 8
 #define LOW_HALVES 0, 8, 1, 9, 2, 10, 3, 11
 #define HIGH_HALVES 4, 12, 5, 13, 6, 14, 7, 15
 #define IOTA 0, 1, 2, 3, 4, 5, 6, 7
 #define PARTNERS 1, 0, 3, 2, 5, 4, 7, 6
+#define MIDDLES_SWAPPED 0, 2, 1, 3, 4, 6, 5, 7
 #define LOG_VL 3
 #else
 #define LOW_HALVES 0, 4, 1, 5
 #define HIGH_HALVES 2, 6, 3, 7
 #define IOTA 0, 1, 2, 3
 #define PARTNERS 1, 0, 3, 2
+#define MIDDLES_SWAPPED 0, 2, 1, 3
 #define LOG_VL 2
 #endif
 
@@ -106,7 +112,7 @@ INLINE vf exp2_of(vf x) {
     return p * (vf)((n + 127) << 23);
 }
 
-/* VL bytes as integers, and back. GCC takes apart what conversions of whole vectors should say. */
+/* VL bytes as integers, and back, and 16-bit integers. GCC takes apart what conversions of whole vectors should say. */
 INLINE vi widen_bytes(const int8_t *from) {
 #if defined(__x86_64__) && VL == 16
     return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
@@ -114,6 +120,14 @@ INLINE vi widen_bytes(const int8_t *from) {
     return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
     return __builtin_convertvector(*(const vb_memory *)from, vi);
+#endif
+}
+
+INLINE void narrow_shorts(vi whole, int16_t *to) {
+#if defined(__x86_64__) && VL == 16
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)whole));
+#else
+    *(vs_memory *)to = __builtin_convertvector(whole, vs);
 #endif
 }
 
@@ -227,13 +241,11 @@ INLINE void quantize_short(const float *from, int64_t count, int16_t *to, float 
         unordered += x * 0.0f;
     }
     float most = largest(top)[0] + total(unordered)[0];
-    float factor = most > 1e-35f ? 32767 / most : 0;
+    float factor = most > 1e-34f ? 32767 / most : 0; /* 1 / most is finite */
     *scale = most / 32767;
     for (int64_t i = 0; i < count; i += VL) {
-        int32_t whole[VL];
-        store((float *)whole, (vf)nearest(factor * load(from + i)));
-        for (int j = 0; j < VL; j++)
-            to[i + j / 4 * 4 + (j % 4 == 1 ? 2 : j % 4 == 2 ? 1 : j % 4)] = (int16_t)whole[j];
+        vi whole = nearest(factor * load(from + i));
+        narrow_shorts(SHUFFLE(whole, whole, MIDDLES_SWAPPED), to + i);
     }
 }
 
@@ -242,15 +254,17 @@ INLINE void quantize_short(const float *from, int64_t count, int16_t *to, float 
 INLINE vi even_bytes(vi four) { return (vi)(((vw)four << 8) >> 8); }
 INLINE vi odd_bytes(vi four) { return (vi)((vw)four >> 8); }
 
-/* In each lane, sum + products of two 16-bit integers with the two that `pair` points to. Only
- * where there is an instruction for it. */
+/* In each lane, sum + products of two 16-bit integers with the two that `pair` points to. Not every
+ * processor has an instruction for it. */
 #if defined(__x86_64__)
 #define INTEGER_PRODUCTS 1
 INLINE vi add_products(vi sum, vi numbers, const int16_t *pair) {
     int32_t both;
     memcpy(&both, pair, sizeof both);
     vi other = both - (vi){0};
-#if VL == 16
+#if defined(VNNI)
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)numbers, (__m512i)other);
+#elif VL == 16
     return sum + (vi)_mm512_madd_epi16((__m512i)numbers, (__m512i)other);
 #elif VL == 8
     return sum + (vi)_mm256_madd_epi16((__m256i)numbers, (__m256i)other);
@@ -260,7 +274,9 @@ INLINE vi add_products(vi sum, vi numbers, const int16_t *pair) {
 }
 #else
 #define INTEGER_PRODUCTS 0
-INLINE vi add_products(vi sum, vi numbers, const int16_t *pair) { return sum; }
+INLINE vi add_products(vi sum, vi numbers, const int16_t *pair) {
+    return sum + ((numbers << 16) >> 16) * pair[0] + (numbers >> 16) * pair[1];
+}
 #endif
 
 /* Shuffles that are one instruction each: within lanes of 128 bits, and of whole lanes. */

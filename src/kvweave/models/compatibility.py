@@ -26,8 +26,8 @@ _LENGTHS = (11, 1, 4)
 # Relative difference of logits that rounding explains; in narrow types it may choose other experts.
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_HALF = 1e-1
-_TOLERANCE_QUANTIZED = 5e-2
-"""Rows are rounded to 8 bits, and a difference in the last bit of a float may cross a boundary."""
+_TOLERANCE_QUANTIZED = 5e-3
+"""Rows are rounded to 16 bits, and a difference in the last bit of a float may cross a boundary."""
 
 
 class Compatibility(NamedTuple):

@@ -117,7 +117,7 @@ class Decoder:
         out = torch.empty(len(hidden), self._head.out_features)
         self._kernels.multiply(
             LinearCall(
-                self._head.quantized.struct(self._head.bias, self._head.terms),
+                self._head.quantized.struct(self._head.bias),
                 self._norm.data_ptr(),
                 hidden.data_ptr(),
                 out.data_ptr(),
@@ -190,7 +190,7 @@ class _Layer:
         ]
         bias = None if all(part.bias is None for part in parts) else torch.cat(biases)
         self._kept += [whole, bias]
-        return whole.struct(bias, parts[0].terms)
+        return whole.struct(bias)
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")

@@ -1,7 +1,7 @@
 """Weights of 4 or 8 bits: their layout, how they are made, and the modules that hold them.
 
 A weight is `scale * q + offset`, with a scale and an offset for each 32 inputs of an output, as in
-llama.cpp's formats. Rows are quantised to 8 bits when they are multiplied, 32 numbers at a time.
+llama.cpp's formats. Rows are quantised to 16 bits when they are multiplied, 32 numbers at a time.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class QuantizedWeight:
             sum(part.outputs for part in parts),
         )
 
-    def struct(self, bias: torch.Tensor | None = None, terms: int = 1) -> Weight:
+    def struct(self, bias: torch.Tensor | None = None) -> Weight:
         """For the kernels; valid as long as this object and `bias` (float32) live."""
         return Weight(
             self.values.data_ptr(),
@@ -154,7 +154,6 @@ class QuantizedWeight:
             self.inputs,
             self.outputs,
             self.bits,
-            terms,
         )
 
 
@@ -167,31 +166,26 @@ def _divide(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return groups * torch.where(scale == 0, 0, 1 / scale)[:, :, None]
 
 
-def quantize_rows(x: torch.Tensor, terms: int = 1) -> torch.Tensor:
-    """What the kernels make of rows before they multiply: 8 bits for each 32 numbers.
-
-    A second term is what the first one's rounding took away, in 8 bits again.
-    """
+def quantize_rows(x: torch.Tensor) -> torch.Tensor:
+    """What the kernels make of rows before they multiply: 16 bits for each 32 numbers."""
     groups = x.reshape(*x.shape[:-1], -1, GROUP)
     top = groups.abs().amax(-1, keepdim=True)
-    kept: torch.Tensor = (
-        (groups * torch.where(top > 0, 127 / top, 0)).round() * (top / 127)
-    ).flatten(-2)
-    return kept if terms == 1 else kept + quantize_rows(x - kept, terms - 1)
+    factor = torch.where(top > _SMALLEST, _LARGEST / top, 0)
+    return ((groups * factor).round() * (top / _LARGEST)).flatten(-2)
+
+
+_LARGEST, _SMALLEST = 32767, 1e-34
+"""The largest integer of a row; numbers below the other count as zero (see `quantize_short`)."""
 
 
 class QuantizedLinear(nn.Module):
-    """`nn.Linear` with a quantised weight. Rows of other types are computed as float32.
-
-    `terms`: see `quantize_rows`.
-    """
+    """`nn.Linear` with a quantised weight. Rows of other types are computed as float32."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.quantized = weight
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.in_features, self.out_features = weight.inputs, weight.outputs
-        self.terms = 1
 
     @property
     def weight(self) -> torch.Tensor:
@@ -199,7 +193,7 @@ class QuantizedLinear(nn.Module):
         return self.quantized.dequantize()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return multiply(x, self.quantized, self.bias, terms=self.terms).to(x.dtype)
+        return multiply(x, self.quantized, self.bias).to(x.dtype)
 
 
 class QuantizedEmbedding(nn.Module):
@@ -225,7 +219,6 @@ def multiply(
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
     *,
-    terms: int = 1,
     level: int | None = None,
 ) -> torch.Tensor:
     """x (.., inputs) times the weight: float32 (.., outputs).
@@ -235,12 +228,12 @@ def multiply(
     library = kernels.load()
     rows = x.reshape(-1, weight.inputs).float().contiguous()
     if library is None or level == -1:
-        product = functional.linear(quantize_rows(rows, terms), weight.dequantize(), bias)
+        product = functional.linear(quantize_rows(rows), weight.dequantize(), bias)
         return product.view(*x.shape[:-1], weight.outputs)
     out = torch.empty(len(rows), weight.outputs)
     library.linear.multiply(
         LinearCall(
-            weight.struct(bias, terms),
+            weight.struct(bias),
             None,
             rows.data_ptr(),
             out.data_ptr(),
@@ -279,24 +272,7 @@ def quantize_model(model: nn.Module, bits: int | None) -> int:
     if tied and type(embedding) is nn.Embedding and isinstance(new_head, QuantizedLinear):
         shared = QuantizedEmbedding(new_head.quantized, embedding.weight.dtype)
         model.set_input_embeddings(shared)  # type: ignore[operator]
-    _set_terms(model)
     return count
-
-
-_PRECISE = ("q_proj", "k_proj", "v_proj")
-"""Layers whose rows are multiplied in two terms, besides the output layer.
-
-Of the divergence from float32 that rounding rows to 8 bits causes in the packaged model, these give
-28 % and the output layer 26 %, with a fifth of the arithmetic.
-"""
-
-
-def _set_terms(model: nn.Module) -> None:
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            precise = module is head or name.rpartition(".")[2] in _PRECISE
-            module.terms = 2 if precise else 1
 
 
 def _without_loss(weight: torch.Tensor) -> QuantizedWeight | None:
@@ -365,4 +341,3 @@ def load_quantized(model: nn.Module, folder: Path) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(f"{name} is missing")
-    _set_terms(model)
