@@ -183,18 +183,19 @@ def check_model(
     """
     cases = build_cases(loaded.tokenizer)
     key = key_of(config, loaded, cases)
-    measured = None if afresh else recall(key)
-    if measured is None:
-        _log.info(
-            "the self-check measures how moved text changes the answers of %s; this takes up to a "
-            "minute, and the result is kept for the next start",
-            loaded.name,
-        )
-        measured = measure(cases, config, loaded, progress)
-        fuller = len(measured) >= len(recall(key) or ())
-        if fuller and judge(loaded.name, measured, config).conclusive:
-            remember(key, measured)
-    return judge(loaded.name, measured, config)
+    kept = recall(key)
+    if kept is not None and not afresh:
+        return judge(loaded.name, kept, config)
+    _log.info(
+        "the self-check measures how moved text changes the answers of %s; this takes up to a "
+        "minute, and the result is kept for the next start",
+        loaded.name,
+    )
+    measured = measure(cases, config, loaded, progress)
+    check = judge(loaded.name, measured, config)
+    if check.conclusive and len(measured) >= len(kept or ()):
+        remember(key, measured)
+    return check
 
 
 def judge(name: str, measured: Sequence[Measured], config: EngineConfig) -> SelfCheck:
