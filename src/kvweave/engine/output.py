@@ -15,8 +15,7 @@ from kvweave.engine.sampling.grammar import GrammarCompiler
 from kvweave.engine.sampling.sampler import SamplingState
 from kvweave.engine.scheduler.request import Sequence
 from kvweave.engine.types import FinishReason, OutputDelta, TokenLogprob, Usage
-from kvweave.kv.pool import IntArray
-from kvweave.prefix.plan import runs_of
+from kvweave.kv.pool import IntArray, runs_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -117,3 +117,13 @@ class PagePool:
                 f"{self._num_free} free and {int(np.count_nonzero(self._owners))} owned pages "
                 f"do not make {self.num_pages}"
             )
+
+
+def runs_of(numbers: IntArray) -> tuple[tuple[int, int], ...]:
+    """Positions, slots or pages as runs of consecutive ones, in their order: (first, count)."""
+    if not len(numbers):
+        return ()
+    ends = np.flatnonzero(np.diff(numbers) != 1)
+    firsts = numbers[np.concatenate(([0], ends + 1))]
+    counts = np.diff(np.concatenate(([-1], ends, [len(numbers) - 1])))
+    return tuple(zip(firsts.tolist(), counts.tolist(), strict=True))

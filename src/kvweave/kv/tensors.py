@@ -19,7 +19,7 @@ import torch
 from kvweave import kernels
 from kvweave.errors import IntegrityError
 from kvweave.kv.layout import LayerLayout
-from kvweave.kv.pool import IntArray
+from kvweave.kv.pool import IntArray, runs_of
 
 _SCALE = torch.float32
 _TINY = 1e-35
@@ -218,7 +218,7 @@ class KVTensors:
         if self.device.type != "cpu" or _madvise is None:
             return
         for some in np.split(pages, range(_PROVIDED, len(pages), _PROVIDED)):
-            for first, count in _runs(some):
+            for first, count in runs_of(some):
                 for part in self._parts():
                     length = part.element_size() * part[0].numel() * self.page_size
                     begin = part.data_ptr() + first * length
@@ -279,13 +279,6 @@ class KVTensors:
                 yield part.numpy().view(raw)[:, 0], column.view(raw)[:, 0]
             elif length:
                 yield part, column
-
-
-def _runs(pages: IntArray) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive pages: the first, and how many."""
-    for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
-        if len(run):
-            yield int(run[0]), len(run)
 
 
 def _on_cpu(part: torch.Tensor, pages: IntArray) -> npt.NDArray[np.uint8]:

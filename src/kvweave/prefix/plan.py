@@ -201,13 +201,3 @@ class Plan:
     def frontier(self, done: int) -> int:
         """All positions below the result have KV once the first `done` of `compute` have run."""
         return int(self.compute[done]) if done < len(self.compute) else self.length
-
-
-def runs_of(positions: IntArray) -> tuple[tuple[int, int], ...]:
-    """Ascending positions as runs of consecutive ones: (start, length)."""
-    if not len(positions):
-        return ()
-    ends = np.flatnonzero(np.diff(positions) != 1)
-    starts = positions[np.concatenate(([0], ends + 1))]
-    lengths = np.diff(np.concatenate(([-1], ends, [len(positions) - 1])))
-    return tuple(zip(starts.tolist(), lengths.tolist(), strict=True))
