@@ -335,16 +335,23 @@ def test_random_models_are_not_degenerate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "settings", "expected"),
+    ("width", "settings", "expected", "of_kv"),
     [
-        (256, {}, torch.bfloat16),
-        (64, {}, torch.float32),  # too small to gain
-        (256, {"dtype": "float32"}, torch.float32),
-        (256, {"quantization": "int8"}, torch.float32),
+        (256, {}, torch.bfloat16, torch.bfloat16),
+        (64, {}, torch.float32, torch.float32),  # too small to gain
+        (256, {"dtype": "float32"}, torch.float32, torch.float32),
+        (256, {"quantization": "int8"}, torch.float32, torch.bfloat16),
+        (256, {"quantization": "int8", "dtype": "float32"}, torch.float32, torch.bfloat16),
+        (
+            256,
+            {"quantization": "int8", "kv_cache_dtype": "float32"},
+            torch.float32,
+            torch.float32,
+        ),
     ],
 )
-def test_auto_takes_the_faster_number_type_for_float_weights(
-    tmp_path, monkeypatch, width, settings, expected
+def test_auto_takes_the_faster_number_type_for_float_weights_and_for_kv(
+    tmp_path, monkeypatch, width, settings, expected, of_kv
 ):
     monkeypatch.setattr(cpu, "faster_dtype", lambda: (torch.bfloat16, "it is faster"))
     config = TINY["llama"]()
@@ -352,7 +359,10 @@ def test_auto_takes_the_faster_number_type_for_float_weights(
     folder = save(config, tmp_path / "model")
     loaded = load_model(ModelConfig(model=str(folder), device="cpu", **settings))
     assert loaded.dtype == expected
-    assert loaded.kv_dtype == expected
+    assert loaded.kv_dtype == of_kv
     assert loaded.dtype_because
     assert (loaded.dtype_because == "it is faster") == (expected == torch.bfloat16)
-    assert card_of(loaded).facts()["dtype_because"] == loaded.dtype_because
+    facts = card_of(loaded).facts()
+    assert facts["dtype_because"] == loaded.dtype_because
+    assert ("quantised" in loaded.kv_dtype_because) == (of_kv != expected)
+    assert facts["kv_cache_dtype_because"] == loaded.kv_dtype_because

@@ -98,8 +98,8 @@ def _loaded_facts(config: ModelConfig) -> dict[str, str]:
         "from": loaded.path,
         "kind": f"{loaded.config.model_type}, {loaded.number_types}",
         "context": f"{loaded.context_length:,} tokens",
-        "KV": f"{len(loaded.layouts)} layers, {_name(loaded.kv_dtype)}, "
-        f"{per_token / 1024:,.1f} KiB per token",
+        "KV": f"{len(loaded.layouts)} layers, {_name(loaded.kv_dtype)} "
+        f"({loaded.kv_dtype_because}), {per_token / 1024:,.1f} KiB per token",
         "KV can move": "yes" if not fixed else f"no: {fixed[0]}",
         "chat template": "yes" if loaded.tokenizer.chat_template else "no",
     }

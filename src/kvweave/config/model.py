@@ -34,7 +34,7 @@ class ModelConfig:
     )
     dtype: str = flag(
         "auto",
-        "Number type of weights and KV; on a CPU, auto takes the faster one for float weights.",
+        "Number type of arithmetic; on a CPU, auto takes the faster one for float weights.",
         choices=("auto", "float32", "bfloat16"),
     )
     quantization: str = flag(
@@ -44,8 +44,8 @@ class ModelConfig:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "Number type of KV, if not the weights'; int8 holds nearly four times the tokens of "
-        "float32.",
+        "Number type of KV: auto is bfloat16 beside quantised weights, else the type of the "
+        "model's arithmetic; int8 holds nearly twice the tokens of bfloat16.",
         choices=("auto", "float32", "bfloat16", "int8"),
     )
     device: str = flag("auto", "Torch device: auto, cpu, cuda, cuda:1.")

@@ -61,11 +61,12 @@ def build_components(
     cache = create_cache(cache_config.prefix_cache_backend, pool, options, make_mover(kv))
     attention = get_backend(config.model.attention_backend, loaded.device)
     logger.info(
-        "KV pool: %d tokens in pages of %d, %.2f GB, %s on %s",
+        "KV pool: %d tokens in pages of %d, %.2f GB, %s (%s) on %s",
         num_pages * page_size,
         page_size,
         num_pages * page_size * KVTensors.bytes_per_slot(loaded.layouts, loaded.kv_dtype) / 1e9,
         str(loaded.kv_dtype).removeprefix("torch."),
+        loaded.kv_dtype_because,
         loaded.device,
     )
     runner = ModelRunner(loaded, kv, attention)

@@ -138,6 +138,8 @@ class LoadedModel:
     """Why it is that, in words."""
     kv_dtype: torch.dtype
     """Of keys and values in the pool."""
+    kv_dtype_because: str = ""
+    """Why it is that, in words."""
     device: torch.device
     bits: tuple[int, ...] = ()
     """Of quantised weights; empty without any."""
@@ -162,7 +164,6 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
     source = find_source(config.model, config.revision, dtype, progress)
     if config.dtype == "auto" and dtype == torch.bfloat16 and _is_small(source):
         dtype, because = torch.float32, "layers as small as this model's gain nothing from bfloat16"
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     name, *_ = (*config.served_names, source.name)
     try:
         check_settings(source.settings)
@@ -175,6 +176,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         raise UnsupportedModelError(f"{source.name} cannot be served: {error}") from error
     model.set_attn_implementation(hooks.SERVING)
     bits = bits_of(model)
+    kv_dtype, kv_because = _kv_dtype(config.kv_cache_dtype, dtype, bits)
     if template is not None:
         tokenizer.chat_template = template
     loaded = LoadedModel(
@@ -194,6 +196,7 @@ def load_model(config: ModelConfig, progress: Progress = silent) -> LoadedModel:
         dtype=dtype,
         dtype_because=because,
         kv_dtype=kv_dtype,
+        kv_dtype_because=kv_because,
         device=device,
         bits=bits,
     )
@@ -223,6 +226,15 @@ def _dtype(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]
     if config.quantization in ("int8", "int4") or (gguf and config.quantization == "auto"):
         return torch.float32, "kernels multiply by quantised weights in it"
     return cpu.faster_dtype()
+
+
+def _kv_dtype(wanted: str, dtype: torch.dtype, bits: tuple[int, ...]) -> tuple[torch.dtype, str]:
+    """The number type of KV, and why it is that; `bits` are those of quantised weights."""
+    if wanted != "auto":
+        return getattr(torch, wanted), "as --kv-cache-dtype says"
+    if bits and dtype == torch.float32:
+        return torch.bfloat16, "beside quantised weights, half the memory of float32"
+    return dtype, "as the model's arithmetic"
 
 
 _SMALL = 256

@@ -29,6 +29,8 @@ class ModelCard:
     architectures: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
     """The number type that `auto` chose."""
+    kv_cache_dtype_because: str = ""
+    """Why it is that."""
     aliases: tuple[str, ...] = ()
     """Other names by which clients may ask for it."""
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class ModelCard:
             "max_model_len": self.context_length,
             "vocab_size": self.vocab_size,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "kv_cache_dtype_because": self.kv_cache_dtype_because,
             "number_types": self.number_types,
             "dtype_because": self.dtype_because,
         }
@@ -93,6 +96,7 @@ def card_of(loaded: LoadedModel, config: ModelConfig | None = None) -> ModelCard
         model_type=loaded.config.model_type,
         architectures=tuple(loaded.config.architectures or ()),
         kv_cache_dtype=str(loaded.kv_dtype).removeprefix("torch."),
+        kv_cache_dtype_because=loaded.kv_dtype_because,
         aliases=config.served_names[1:],
         sampling=loaded.sampling,
         number_types=loaded.number_types,

@@ -341,6 +341,7 @@ class ModelInfo(BaseModel):
     max_model_len: int
     vocab_size: int
     kv_cache_dtype: str
+    kv_cache_dtype_because: str
     number_types: str
     dtype_because: str
 

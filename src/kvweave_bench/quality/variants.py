@@ -31,8 +31,9 @@ class Variant:
     ablations, which a server does not offer: `zero-mask` blanks the outermost layers of what is
     moved, `unrotated` leaves keys turned as they were at the donor's positions. `rerun` reuses
     nothing: the same prompt is computed again, in chunks of another size, which is the noise that
-    any busy server makes. `rounded` reuses nothing either, and its keys and values are kept as
-    bfloat16: the divergence that any change of rounding makes, to read the others' beside it.
+    any busy server makes. `rounded` reuses nothing either, and its keys and values are kept in
+    float32 where the others' are bfloat16, else in bfloat16: the divergence that any change of
+    rounding makes, to read the others' beside it.
     """
 
     strategy: str
@@ -53,7 +54,10 @@ class Variant:
 
     def of(self, loaded: LoadedModel) -> LoadedModel:
         """The model as this variant's engine has it."""
-        return replace(loaded, kv_dtype=torch.bfloat16) if self.strategy == ROUNDED else loaded
+        if self.strategy != ROUNDED:
+            return loaded
+        others = torch.float32 if loaded.kv_dtype == torch.bfloat16 else torch.bfloat16
+        return replace(loaded, kv_dtype=others)
 
     @property
     def fuzzy(self) -> FuzzyConfig:
