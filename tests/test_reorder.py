@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.kv.pool import IntArray, PagePool
+from kvweave.prefix.base import create_cache
 from kvweave.prefix.contract import CacheOptions, PrefixCache
 from kvweave.prefix.lease import Namespace, RequestView
-from kvweave.prefix.registry import create_cache
 from kvweave.reorder import (
     CachedPrefixes,
     Pieces,

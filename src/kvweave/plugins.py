@@ -74,7 +74,7 @@ class Backend(NamedTuple):
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "none": Backend("kvweave.prefix.none:NoCache", keeps=False),
+    "none": Backend("kvweave.prefix.base:NoCache", keeps=False),
     "hash": Backend("kvweave.prefix.hash:HashCache"),
     "radix": Backend("kvweave.prefix.radix:RadixCache"),
     "fuzzy_match": Backend("kvweave.fuzzy.backend:FuzzyCache", moves=True, exact="radix"),
@@ -128,9 +128,9 @@ TOOL_CALL_PARSERS = (
     "kimi_k2",
     "glm45",
 )
-"""Keys of `kvweave.server.tool_forms.TOOL_PARSERS`."""
+"""Keys of `kvweave.server.tools.TOOL_PARSERS`."""
 REASONING_PARSERS = ("deepseek-r1", "qwen3", "qwen3-thinking", "glm45", "kimi")
-"""Keys of `kvweave.server.tool_forms.REASONING_PARSERS`."""
+"""Keys of `kvweave.server.tools.REASONING_PARSERS`."""
 
 _CHOICES: Mapping[str, Callable[[], tuple[str, ...]]] = {
     "prefix-cache-backends": lambda: tuple(BACKENDS),

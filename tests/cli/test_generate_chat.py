@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from kvweave.cli import chat as chat_module
+from kvweave.cli.chat import Session
 from kvweave.cli.main import main
-from kvweave.cli.session import Session
 from kvweave.engine.types import Usage
 from kvweave.prefix.plan import Reuse
 from kvweave.server.prompts import PromptReader
@@ -125,7 +125,7 @@ TERMINAL = """
 import contextlib, sys
 from kvweave.cli import chat as module
 from kvweave.cli.main import main
-from kvweave.cli.session import Session
+from kvweave.cli.chat import Session
 from kvweave.server.prompts import PromptReader
 from support.serverkit import FakeEngine, toy_card
 

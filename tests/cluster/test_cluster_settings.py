@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvweave.cli.serve import _engines
+from kvweave.cli.main import _engines
 from kvweave.config import ClusterConfig, EngineConfig, validate
 from kvweave.errors import ConfigError
 

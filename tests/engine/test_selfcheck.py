@@ -20,7 +20,7 @@ from kvweave.engine.selfcheck.gate import check_model, guarded, judge
 from kvweave.engine.selfcheck.measure import Measured, measure
 from kvweave.errors import UnsupportedModelError
 from kvweave.models import LoadedModel
-from kvweave.prefix.registry import approximate_backends, exact_form
+from kvweave.prefix.base import approximate_backends, exact_form
 
 [BACKEND] = approximate_backends()
 GOOD = Measured("moved", 0.01, True, 300)

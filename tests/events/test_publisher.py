@@ -16,8 +16,7 @@ from kvweave.errors import ConfigError
 from kvweave.events import follower as following
 from kvweave.events import publisher as publishing
 from kvweave.events.follower import EventFollower
-from kvweave.events.publisher import ZmqPublisher
-from kvweave.events.wire import decode_batch, encode_batch
+from kvweave.events.publisher import ZmqPublisher, decode_batch, encode_batch
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 ANYWHERE = "tcp://127.0.0.1:0"

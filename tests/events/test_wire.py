@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvweave.events.wire import decode_batch, encode_batch
+from kvweave.events.publisher import decode_batch, encode_batch
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 EVENTS = [

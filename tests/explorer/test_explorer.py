@@ -4,7 +4,7 @@ import pytest
 
 from kvweave.config import ServerConfig
 from kvweave.plugins import BACKENDS
-from kvweave.prefix.inspector import Declined
+from kvweave.prefix.contract import Declined
 from support.explorerkit import DOCUMENT, PAGE, ask, explored, look
 from support.serverkit import FakeEngine, RunningServer, eventually
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.prefix.inspector import Declined
+from kvweave.prefix.contract import Declined
 from support.explorerkit import DOCUMENT, ask, explored
 from support.serverkit import eventually
 

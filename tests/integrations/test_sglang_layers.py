@@ -110,7 +110,7 @@ ROPES = {
 @pytest.mark.parametrize("name", ROPES)
 def test_keys_are_moved_by_the_table_that_turned_them(name: str) -> None:
     """As far as float32 goes. Angles in float64 would be off by the table's own error: 1e-4."""
-    from kvweave.integrations.sglang.mover import PoolMover, SlotRun
+    from kvweave.integrations.sglang.layers import PoolMover, SlotRun
 
     rope, (slots, far) = ROPES[name], (40, 3900)
     pool = fake.MHATokenToKVPool(2 * slots, 1, 1, HEADS, DIM)

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvweave.paraphrase.model_subprocess import ModelSubprocess
+from kvweave.paraphrase.embedders import ModelSubprocess
 
 LENGTHS = """
 import numpy as np
-from kvweave.paraphrase.model_subprocess import serve
+from kvweave.paraphrase.embedders import serve
 
 def lengths(texts):
     print("printed by a library")
@@ -52,7 +52,7 @@ def test_exit_during_an_embedding_prints_nothing() -> None:
     code = """
 import sys, time
 from kvweave.paraphrase.embedding_queue import EmbeddingQueue
-from kvweave.paraphrase.model_subprocess import ModelSubprocess
+from kvweave.paraphrase.embedders import ModelSubprocess
 from kvweave.prefix.lease import Namespace
 
 class Embedder:

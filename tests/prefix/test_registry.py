@@ -10,8 +10,8 @@ import pytest
 from kvweave.errors import ConfigError
 from kvweave.kv.pool import PagePool
 from kvweave.plugins import BACKENDS
+from kvweave.prefix.base import create_cache
 from kvweave.prefix.contract import CacheOptions
-from kvweave.prefix.registry import create_cache
 from support.prefix_world import RecordingMover
 
 
@@ -35,7 +35,7 @@ def test_exact_backends_need_no_torch_and_load_only_what_was_chosen() -> None:
         "import sys\n"
         "from kvweave.kv.pool import PagePool\n"
         "from kvweave.prefix.contract import CacheOptions\n"
-        "from kvweave.prefix.registry import create_cache\n"
+        "from kvweave.prefix.base import create_cache\n"
         "create_cache('hash', PagePool(8, 2), CacheOptions())\n"
         "assert 'kvweave.prefix.radix' not in sys.modules\n"
         "create_cache('radix', PagePool(8, 2), CacheOptions())\n"

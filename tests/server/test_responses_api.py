@@ -6,7 +6,7 @@ import pytest
 from kvweave.config import ServerConfig
 from kvweave.engine.types import Usage
 from kvweave.prefix.plan import Reuse
-from kvweave.server.stored_responses import ResponseStore
+from kvweave.server.responses import ResponseStore
 from support.serverkit import TEXT, FakeEngine, RunningServer, prompt_text, toy_tokenizer
 
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}}
@@ -138,7 +138,7 @@ def test_the_store_forgets_the_least_recently_used(monkeypatch):
         if name == "b":
             store.find("a", None)
     assert [name for name in "abc" if name in store._by_id] == ["a", "c"]
-    monkeypatch.setattr("kvweave.server.stored_responses.MAX_BYTES", 300)
+    monkeypatch.setattr("kvweave.server.responses.MAX_BYTES", 300)
     store.add({"id": "d"}, [], [{"content": "x" * 200}], None)
     assert [name for name in "acd" if name in store._by_id] == ["c", "d"]
     store.add({"id": "e"}, [], [{"content": "x" * 400}], None)

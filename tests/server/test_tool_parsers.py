@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 from kvweave.plugins import REASONING_PARSERS as REASONING_NAMES
 from kvweave.plugins import TOOL_CALL_PARSERS
 from kvweave.server.answer_plans import ReasoningParser, _tool_form
-from kvweave.server.tool_forms import REASONING_PARSERS, TOOL_PARSERS, Reasoning
 from kvweave.server.tool_parsers import make_tool_parser
-from kvweave.server.tools import AnswerParser, ParsedAnswer, parse
+from kvweave.server.tools import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    AnswerParser,
+    ParsedAnswer,
+    Reasoning,
+    parse,
+)
 
 TOOLS = {"look", "add"}
 

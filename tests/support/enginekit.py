@@ -32,10 +32,10 @@ from kvweave.engine.types import Completion, GenerateRequest, OutputDelta, Sampl
 from kvweave.errors import ForwardInterruptedError, RequestError
 from kvweave.kv.pool import PagePool
 from kvweave.plugins import BACKENDS
+from kvweave.prefix.base import create_cache
 from kvweave.prefix.contract import CacheOptions, PrefixCache
 from kvweave.prefix.events import EventSink
 from kvweave.prefix.lease import HOLE, SharedSpan
-from kvweave.prefix.registry import create_cache
 
 VOCABULARY = 96
 EOS = 95

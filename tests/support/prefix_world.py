@@ -15,10 +15,10 @@ import numpy as np
 
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.relocation import MoveRun
+from kvweave.prefix.base import create_cache
 from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvweave.prefix.lease import Lease, Namespace, RequestView
-from kvweave.prefix.registry import create_cache
 
 NS = Namespace("model")
 Content: TypeAlias = tuple[Namespace, bytes]

@@ -46,9 +46,8 @@ class Server:
         """`chunk`: most tokens that a step computes of a prompt; None: no hooks, and all of it."""
         from kvweave.integrations.sglang.cache import FuzzyRadixCache
         from kvweave.integrations.sglang.chunks import register_hooks
-        from kvweave.integrations.sglang.layers import KeyRotation, RotaryTable
+        from kvweave.integrations.sglang.layers import KeyRotation, PoolMover, RotaryTable
         from kvweave.integrations.sglang.mirror import Mirror
-        from kvweave.integrations.sglang.mover import PoolMover
 
         register_hooks()
         self._chunk = chunk or 10**9

@@ -14,8 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kvweave.cli.chat import Session, open_session
 from kvweave.cli.flags import takes_settings
-from kvweave.cli.session import Session, open_session
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, ModelConfig
 from kvweave.errors import KvweaveError
 

@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvweave.cli.chat import check_machine, loading_bar
 from kvweave.cli.flags import takes_settings
-from kvweave.cli.session import check_machine, loading_bar
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, ModelConfig
 from kvweave.errors import ConfigError
 from kvweave.plugins import choices_of
@@ -128,7 +128,7 @@ def check_model(model: ModelConfig, fuzzy: FuzzyConfig) -> None:
     from kvweave.engine.selfcheck import gate
     from kvweave.engine.selfcheck.measure import quantization_cost
     from kvweave.models import load_model
-    from kvweave.prefix.registry import approximate_backends
+    from kvweave.prefix.base import approximate_backends
 
     cache = CacheConfig(prefix_cache_backend=approximate_backends()[0])
     with loading_bar() as progress:

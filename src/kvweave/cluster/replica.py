@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from kvweave.config import EngineConfig
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta
 from kvweave.errors import EngineDeadError, RequestError
-from kvweave.prefix.registry import exact_form
+from kvweave.prefix.base import exact_form
 from kvweave.server.model_card import EngineInfo
 
 if TYPE_CHECKING:

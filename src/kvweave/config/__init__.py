@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvweave.config.base import as_flag, groups_of, settings_of, validate
-from kvweave.config.cache import CacheConfig, EventsConfig
+from kvweave.config.cache import CacheConfig, EventsConfig, SchedulerConfig, SpeculativeConfig
 from kvweave.config.fuzzy import FuzzyConfig
 from kvweave.config.model import ModelConfig
-from kvweave.config.scheduler import SchedulerConfig, SpeculativeConfig
 from kvweave.config.server import ClusterConfig, ServerConfig
 from kvweave.plugins import BACKENDS, moving_backends
 

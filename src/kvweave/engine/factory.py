@@ -25,8 +25,8 @@ from kvweave.models import hooks
 from kvweave.models.cpu import free_bytes
 from kvweave.models.load import LoadedModel
 from kvweave.plugins import BACKENDS
+from kvweave.prefix.base import create_cache
 from kvweave.prefix.contract import CacheOptions, PrefixCache
-from kvweave.prefix.registry import create_cache
 from kvweave.store.offloader import Offloader
 from kvweave.store.pages import PageFormat, PageStore
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from kvweave.events.wire import Batch, decode_batch
+from kvweave.events.publisher import Batch, decode_batch
 from kvweave.prefix.events import AllBlocksCleared, KVEvent
 
 logger = logging.getLogger("kvweave.events")

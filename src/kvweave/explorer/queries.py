@@ -18,10 +18,9 @@ import numpy.typing as npt
 from kvweave.explorer.history import REFRESHED, Record, SourceRun
 from kvweave.fuzzy.matcher import EqualRun, TextIndex, window_hashes
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.inspector import Declined, Refusal
+from kvweave.prefix.contract import Declined, NodeSnapshot, Refusal, TreeSnapshot
 from kvweave.prefix.lease import RequestView
 from kvweave.prefix.plan import Tier
-from kvweave.prefix.tree_snapshot import NodeSnapshot, TreeSnapshot
 from kvweave.server.metrics import RequestMetrics, milliseconds
 from kvweave.server.responses import TokenTexts
 

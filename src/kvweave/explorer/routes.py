@@ -31,8 +31,8 @@ from kvweave.explorer.queries import (
     why_not_view,
 )
 from kvweave.plugins import moving_backends
+from kvweave.prefix.contract import TreeSnapshot
 from kvweave.prefix.plan import Tier
-from kvweave.prefix.tree_snapshot import TreeSnapshot
 from kvweave.server.app import build_api
 from kvweave.server.model_card import ModelCard
 from kvweave.server.service import Service

@@ -19,7 +19,7 @@ from kvweave.config import FuzzyConfig
 from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.fuzzy.donors import DonorTree, slots_of
 from kvweave.fuzzy.guard import Guard, LentDonors
-from kvweave.fuzzy.pending import PendingDonors
+from kvweave.fuzzy.matcher import PendingDonors
 from kvweave.fuzzy.planner import plan_spans, refusal
 from kvweave.fuzzy.provider import Candidate, create_provider
 from kvweave.fuzzy.recompute import choose
@@ -28,9 +28,8 @@ from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.relocation import KVMover, MoveRun
 from kvweave.plugins import BACKENDS, PARAPHRASE_GATE, load
-from kvweave.prefix.contract import CacheOptions
+from kvweave.prefix.contract import CacheOptions, CacheStats, Declined, Refusal, ReuseCounts
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.inspector import CacheStats, Declined, Refusal, ReuseCounts
 from kvweave.prefix.lease import HOLE, Lease, Namespace, RequestView, SharedSpan
 from kvweave.prefix.plan import Plan, Span, Tier
 from kvweave.prefix.radix import RadixCache, RadixLease

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.provider import Candidate
-from kvweave.prefix.inspector import Refusal
+from kvweave.prefix.contract import Refusal
 
 
 def plan_spans(

@@ -21,7 +21,7 @@ from kvweave.fuzzy.provider import Candidate
 from kvweave.kv.pool import IntArray
 from kvweave.paraphrase.facts import Verifier, differing, literal
 from kvweave.paraphrase.verifiers import VerifierWorker, create_verifier
-from kvweave.prefix.inspector import Declined
+from kvweave.prefix.contract import Declined
 from kvweave.prefix.lease import RequestView
 
 Decode = Callable[[IntArray], str]

@@ -21,8 +21,8 @@ import numpy as np
 from kvweave.config import FuzzyConfig
 from kvweave.errors import ConfigError
 from kvweave.fuzzy.guard import LateError, Worker, contained
+from kvweave.paraphrase.embedders import Matrix, ModelSubprocess, serve
 from kvweave.paraphrase.facts import Verifier
-from kvweave.paraphrase.model_subprocess import Matrix, ModelSubprocess, serve
 from kvweave.plugins import NO_VERIFIER, VERIFIERS
 from kvweave.prefix.lease import Namespace
 

@@ -1,17 +1,24 @@
-"""What all backends share: growing a lease, counting hits, convergence, and the inspector."""
+"""What all prefix cache backends share, the backend `none`, and the creation of one by name."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
+from kvweave.errors import ConfigError, IntegrityError
 from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.contract import CacheOptions, PrefixCache
+from kvweave.plugins import BACKENDS, load
+from kvweave.prefix.contract import CacheInspector, CacheOptions, CacheStats, PrefixCache, Refusal
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.inspector import CacheInspector, CacheStats, Refusal
 from kvweave.prefix.lease import Lease, RequestView
+from kvweave.prefix.plan import Plan
+
+if TYPE_CHECKING:
+    from kvweave.kv.relocation import KVMover
 
 
 class CacheBackend(PrefixCache, CacheInspector):
@@ -125,3 +132,80 @@ class CacheBackend(PrefixCache, CacheInspector):
         lease.replace(first, canonical)
         self.pool.drop(duplicates)
         self.counters.converged_pages += len(canonical)
+
+
+class NoCache(CacheBackend):
+    name = "none"
+
+    def match(self, view: RequestView) -> int:
+        return 0
+
+    def lease(self, view: RequestView) -> Lease:
+        return Lease(view, Plan(len(view.tokens)), np.empty(0, np.int32))
+
+    def publish(self, lease: Lease, tokens: IntArray, computed: int) -> None:
+        pass
+
+    @atomic
+    def release(self, lease: Lease) -> None:
+        lease.keep(self._journal)
+        self.pool.drop(lease.pages)
+        lease.clear()
+
+    def _touch(self, lease: Lease) -> None:
+        pass
+
+    def eviction_key(self, priority: int) -> Key:
+        return 0, 0
+
+    def evict(self, pages: int, before: Key | None = None) -> int:
+        return 0
+
+    def reset(self) -> None:
+        if self.pool.num_free < self.pool.num_pages:
+            raise IntegrityError("the cache cannot be cleared while requests hold pages")
+
+    def resident(self) -> Iterable[IntArray]:
+        return ()
+
+    def refusal(
+        self, view: RequestView, exact: int, start: int, length: int, donor_start: int
+    ) -> Refusal:
+        return Refusal("off", "this server keeps no KV once a request has ended")
+
+    def check_structure(self) -> None:
+        pass
+
+    @property
+    def evictable_pages(self) -> int:
+        return 0
+
+    @property
+    def cached_pages(self) -> int:
+        return 0
+
+
+def approximate_backends() -> tuple[str, ...]:
+    """Backends whose answers may depend on what else was cached."""
+    return tuple(name for name, backend in BACKENDS.items() if backend.exact is not None)
+
+
+def exact_form(name: str) -> str | None:
+    """The backend that serves exactly where `name` is approximate; None if `name` is exact."""
+    return BACKENDS[name].exact
+
+
+def create_cache(
+    name: str, pool: PagePool, options: CacheOptions, mover: KVMover | None = None
+) -> PrefixCache:
+    """The backend called `name`. Those that move KV need a `mover`; the others ignore it."""
+    backend = BACKENDS.get(name)
+    if backend is None:
+        raise ConfigError(
+            [f"there is no prefix cache backend {name!r}; there are {', '.join(BACKENDS)}"]
+        )
+    if backend.moves and mover is None:
+        raise ConfigError([f"the backend {name!r} moves KV, but nothing here can move any"])
+    create: Any = load(backend.path)
+    cache: PrefixCache = create(pool, options, mover) if backend.moves else create(pool, options)
+    return cache

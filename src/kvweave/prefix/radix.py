@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -11,13 +13,12 @@ from kvweave.errors import IntegrityError
 from kvweave.kv.journal import Journal, atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.base import CacheBackend
-from kvweave.prefix.contract import CacheOptions
+from kvweave.prefix.contract import CacheOptions, NodeSnapshot, TreeSnapshot
 from kvweave.prefix.events import KVEvent, TreeEvents
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.lease import Lease, Namespace, RequestView
 from kvweave.prefix.plan import Plan
-from kvweave.prefix.tree import Node, RadixTree, common_prefix
-from kvweave.prefix.tree_snapshot import TreeSnapshot, take_snapshot
+from kvweave.prefix.tree import Node, RadixTree, common_prefix, upwards
 
 
 class PendingPrefixes:
@@ -240,3 +241,58 @@ class RadixCache(CacheBackend):
         pages = self.tree.path_pages(node)
         if node.end != lease.published or not np.array_equal(pages, lease.pages[: len(pages)]):
             raise IntegrityError(f"request {lease.rid} reads other pages than those on its path")
+
+
+HEAD_TOKENS = 48
+"""First tokens of a node that are copied, for its label."""
+NEXT_OUT = 32
+"""Places of the eviction queue that are listed."""
+
+
+def take_snapshot(tree: RadixTree, prompts: Sequence[RequestView], most: int) -> TreeSnapshot:
+    """At most `most` nodes of `tree`, and which of `prompts` lie on them."""
+    on_path: dict[int, list[str]] = {}
+    for view in prompts:
+        for order in _path(tree, view):
+            on_path.setdefault(order, []).append(view.rid)
+    goes = {node.order: place for place, node in enumerate(tree.next_out(NEXT_OUT), start=1)}
+    nodes = tuple(
+        NodeSnapshot(
+            order=node.order,
+            parent=None if node.parent is None else node.parent.order,
+            namespace=node.namespace,
+            start=node.start,
+            length=len(node.tokens),
+            head=node.tokens[:HEAD_TOKENS].copy(),
+            locks=node.locks,
+            hits=node.hits,
+            idle=tree.idle(node),
+            children=len(node.children),
+            goes=goes.get(node.order),
+            prompts=tuple(on_path.get(node.order, ())),
+        )
+        for node in _recent(tree, most)
+    )
+    return TreeSnapshot(nodes, tree.page_size, tree.cached_pages, tree.evictable_pages)
+
+
+def _recent(tree: RadixTree, most: int) -> list[Node]:
+    """The most recently used nodes. Using a node uses its parents, so they form a tree."""
+    taken: list[Node] = []
+    heap = [(-node.last_used, node.order, node) for node in tree.roots()[-most:]]
+    heapq.heapify(heap)
+    while heap and len(taken) < most:
+        node = heapq.heappop(heap)[-1]
+        taken.append(node)
+        # Of very many children the newest: going through all of them would hold up the engine.
+        for child in islice(reversed(node.children.values()), most):
+            heapq.heappush(heap, (-child.last_used, child.order, child))
+    return taken
+
+
+def _path(tree: RadixTree, view: RequestView) -> list[int]:
+    place = tree.find(view.namespace, view.tokens)
+    if place is None:
+        return []
+    last = place.node if place.pages else place.node.parent
+    return [node.order for node in upwards(last)]

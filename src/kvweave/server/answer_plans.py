@@ -11,21 +11,19 @@ from kvweave.engine.types import GrammarSpec, SamplingParams
 from kvweave.plugins import AUTO, NO_PARSER
 from kvweave.server.grammars import behind_reasoning, call_grammar, call_spec
 from kvweave.server.prompts import PromptReader
-from kvweave.server.tool_forms import (
-    REASONING_PARSERS,
-    TOOL_PARSERS,
-    JsonCalls,
-    Reasoning,
-    WholeCalls,
-)
 from kvweave.server.tool_parsers import make_tool_parser
 from kvweave.server.tools import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
     AnswerParser,
     AnswerPart,
     AnswerPlan,
     CallsOnly,
+    JsonCalls,
+    Reasoning,
     ReasoningPart,
     ToolChoice,
+    WholeCalls,
     overlap,
 )
 

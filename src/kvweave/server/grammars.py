@@ -10,8 +10,7 @@ from typing import Any
 from kvweave.engine.sampling.grammar import enforceable
 from kvweave.engine.types import GrammarSpec
 from kvweave.errors import RequestError
-from kvweave.server.tool_forms import JsonCalls, Reasoning
-from kvweave.server.tools import MAX_CALLS
+from kvweave.server.tools import MAX_CALLS, JsonCalls, Reasoning
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 FIELDS = (

@@ -12,8 +12,16 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
-from kvweave.server.tool_forms import JsonCalls, WholeCalls
-from kvweave.server.tools import AnswerParser, AnswerPart, CallPart, TextPart, call_id, overlap
+from kvweave.server.tools import (
+    AnswerParser,
+    AnswerPart,
+    CallPart,
+    JsonCalls,
+    TextPart,
+    WholeCalls,
+    call_id,
+    overlap,
+)
 
 _ARGUMENTS = ("arguments", "parameters")
 

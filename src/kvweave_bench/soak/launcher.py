@@ -30,7 +30,7 @@ from kvweave.engine.stats import Reporter
 from kvweave.fuzzy.anchors import SpanIndex
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.relocation import TensorMover
-from kvweave.paraphrase.model_subprocess import ModelSubprocess
+from kvweave.paraphrase.embedders import ModelSubprocess
 from kvweave.paraphrase.semantic import SemanticProvider
 from kvweave.prefix.base import CacheBackend
 from kvweave.prefix.hash import HashCache

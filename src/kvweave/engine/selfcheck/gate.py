@@ -28,7 +28,7 @@ from kvweave.engine.selfcheck.measure import Measured, measure
 from kvweave.errors import UnsupportedModelError
 from kvweave.models.cache import Progress, cache_folder, silent
 from kvweave.models.load import LoadedModel
-from kvweave.prefix.registry import exact_form
+from kvweave.prefix.base import exact_form
 from kvweave.version import __version__
 
 _WITHOUT_EFFECT = (

@@ -18,10 +18,9 @@ from kvweave.server.errors import body_of
 from kvweave.server.fields import Number, Whole
 from kvweave.server.metrics import RequestMetrics, usage_body
 from kvweave.server.protocol import ChatBody, RequestBody
-from kvweave.server.responses import scored_tokens
+from kvweave.server.responses import ResponseStore, scored_tokens
 from kvweave.server.schemas import answers
 from kvweave.server.service import ReadChat, Service, chat_body, joined, start_chat
-from kvweave.server.stored_responses import ResponseStore
 from kvweave.server.streaming import Batch, Generation, GenerationResponse
 from kvweave.server.tools import AnswerPart, CallPart, ReasoningPart, TextPart
 
