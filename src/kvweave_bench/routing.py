@@ -71,7 +71,7 @@ RAY_VARIANTS = {
     "round-robin": RequestRouterConfig(request_router_class="kvweave_bench.routing:RoundRobin"),
     "power-of-two": RequestRouterConfig(),
     "ray-prefix-aware": RequestRouterConfig(request_router_class=_RAY_PREFIX_AWARE),
-    "kvweave": RequestRouterConfig(request_router_class="kvweave.cluster.router:OverlapRouter"),
+    "kvweave": RequestRouterConfig(request_router_class="kvweave.cluster.app:OverlapRouter"),
 }
 SGLANG_VARIANT = "sglang-cache-aware"
 

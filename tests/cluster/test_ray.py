@@ -249,7 +249,7 @@ def test_replicas_that_do_not_answer_give_503_with_a_sentence():
 
 def test_finished_requests_are_no_load_and_leave_no_booking():
     """Broadcasts complete here too: the server asks each replica for its state every second."""
-    from kvweave.cluster.router import OverlapRouter, _Booking, _Followed
+    from kvweave.cluster.app import OverlapRouter, _Booking, _Followed
 
     router = OverlapRouter.__new__(OverlapRouter)
     router.initialize_state()

@@ -43,9 +43,9 @@ def _fake() -> object:
 
 @given(_cases())
 def test_runs_are_whole_pages_of_the_pieces_and_nothing_else(case: dict) -> None:
+    from kvweave.integrations.sglang.checks import PluginConfig
     from kvweave.integrations.sglang.mirror import Piece
     from kvweave.integrations.sglang.runs import runs_of
-    from kvweave.integrations.sglang.settings import PluginConfig
 
     spans = [
         Piece(Candidate(start, length, 7, donor), continues)
@@ -87,9 +87,9 @@ def test_runs_are_whole_pages_of_the_pieces_and_nothing_else(case: dict) -> None
 
 
 def test_too_little_of_a_prompt_is_not_lent() -> None:
+    from kvweave.integrations.sglang.checks import PluginConfig
     from kvweave.integrations.sglang.mirror import Piece
     from kvweave.integrations.sglang.runs import runs_of
-    from kvweave.integrations.sglang.settings import PluginConfig
 
     piece = Piece(Candidate(10, 99, 0, 50), continues=True)
     asked = {"exact": 0, "limit": None, "page_size": 1, "chunked": True}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ConfigError
-from kvweave.integrations.sglang.settings import NAMES, PluginConfig, read_settings
+from kvweave.integrations.sglang.checks import NAMES, PluginConfig, read_settings
 
 
 def test_without_settings_the_engines_defaults_hold() -> None:

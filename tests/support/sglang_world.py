@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import support.fake_sglang as fake
-from kvweave.integrations.sglang.settings import PluginConfig
+from kvweave.integrations.sglang.checks import PluginConfig
 from kvweave.kv.layout import Rotary
 
 SMALL = PluginConfig(

@@ -31,11 +31,15 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_schedule, get_serving
 
 from kvweave.fuzzy.provider import Candidate
-from kvweave.integrations.sglang.checks import check_stack, without_chunks
+from kvweave.integrations.sglang.checks import (
+    PluginConfig,
+    check_stack,
+    read_settings,
+    without_chunks,
+)
 from kvweave.integrations.sglang.layers import PoolMover, SlotRun, inspect_layers
 from kvweave.integrations.sglang.mirror import Mirror, as_tokens
 from kvweave.integrations.sglang.runs import Counts, Run, runs_of
-from kvweave.integrations.sglang.settings import PluginConfig, read_settings
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Namespace, RequestView
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvweave.fuzzy.provider import Candidate
+from kvweave.integrations.sglang.checks import PluginConfig
 from kvweave.integrations.sglang.mirror import Piece
-from kvweave.integrations.sglang.settings import PluginConfig
 
 
 class Run(NamedTuple):
