@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture
 def donors_of_any_length_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of which little is read: random prompts have few others."""
-    monkeypatch.setattr("kvweave.fuzzy.backend._worth_their_paths", lambda runs, nodes: list(runs))
+    monkeypatch.setattr("kvweave.fuzzy.backend.worth_their_paths", lambda runs, nodes: list(runs))

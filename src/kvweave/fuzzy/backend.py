@@ -8,23 +8,20 @@ span depends on it: a lease publishes nothing from its first span on.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from kvweave.config import FuzzyConfig
 from kvweave.errors import IntegrityError, UnsupportedModelError
-from kvweave.fuzzy.donors import DonorTree, slots_of
+from kvweave.fuzzy.donors import DonorTree, shared_run, slots_of, worth_their_paths
 from kvweave.fuzzy.guard import Guard, LentDonors
 from kvweave.fuzzy.matcher import PendingDonors
 from kvweave.fuzzy.planner import plan_spans, refusal
-from kvweave.fuzzy.provider import Candidate, create_provider
+from kvweave.fuzzy.provider import Candidate, Gate, create_provider, split_tiers
 from kvweave.fuzzy.recompute import choose
 from kvweave.fuzzy.sessions import SessionCandidate, SessionDonors
-from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.relocation import KVMover, MoveRun
 from kvweave.plugins import BACKENDS, PARAPHRASE_GATE, load
@@ -39,25 +36,6 @@ _log = logging.getLogger(__name__)
 
 _NEAR = 16
 """Tokens before a span: if they are the donor's own, its first tokens are not computed again."""
-
-
-class Gate(Protocol):
-    """Judges candidates of tier paraphrase by whether they say what the prompt says."""
-
-    refused: Counter[str]
-    """Candidates refused, by kind."""
-    refusals: deque[Declined]
-    """The latest of them."""
-
-    def fill(
-        self, view: RequestView, exact: int, pieces: list[Candidate], claims: Iterable[Candidate]
-    ) -> list[Candidate]:
-        """`pieces`, and those of `claims` that pass and overlap nothing, ascending."""
-        ...
-
-    def stats(self) -> Mapping[str, float]:
-        """Refusals by kind."""
-        ...
 
 
 class FuzzyCache(RadixCache):
@@ -339,27 +317,6 @@ class FuzzyCache(RadixCache):
         read = zip(nodes, shared, strict=True) if lease.shared else ()
         self._pin(lease, [node for node, run in read if node is not None and run is not None])
 
-    @atomic
-    def _pin(self, lease: RadixLease, nodes: Sequence[Node]) -> None:
-        """Let the lease hold the paths to `nodes` beside its own, and no others."""
-        lease.keep(self._journal)
-        for node in nodes:
-            self.tree.lock(node)
-        for node in lease.pinned:
-            self.tree.unlock(node)
-        lease.pinned = tuple(nodes)
-
-    @atomic
-    def _shrink(self, lease: RadixLease, pages: int) -> None:
-        """Drop all but the lease's first `pages` pages."""
-        lease.keep(self._journal)
-        own = lease.pages[pages:]
-        self.pool.drop(own[own != HOLE])
-        for run in lease.shared:
-            self.pool.drop(run.pages)
-        lease.shared = ()
-        lease.truncate(pages)
-
     def _planned(
         self,
         lease: RadixLease,
@@ -387,10 +344,10 @@ class FuzzyCache(RadixCache):
         shared: list[SharedSpan | None] = [None] * len(spans)
         if deferred is None and self._shares(view):
             shared = [
-                self._shared_run(span, slots, chosen)
+                shared_run(span, slots, chosen, self.page_size, self._config.share_span)
                 for span, slots in zip(spans, sources, strict=True)
             ]
-            shared = _worth_their_paths(shared, nodes)
+            shared = worth_their_paths(shared, nodes)
         spans = [
             replace(span, shared=run.end - run.start) if run else span
             for span, run in zip(spans, shared, strict=True)
@@ -400,51 +357,6 @@ class FuzzyCache(RadixCache):
 
     def _shares(self, view: RequestView) -> bool:
         return bool(self._config.share_span) and view.share_spans and not self._guard.zeroed_layers
-
-    def _shared_run(self, span: Span, slots: IntArray, chosen: IntArray) -> SharedSpan | None:
-        """The whole pages of `span` that are read in the donor's `slots`; None if too few.
-
-        The first tokens of a span may be computed again (`chosen`), and are the lease's own, as
-        are its partial pages at both ends. A session's donors are copied: they may go before it.
-        """
-        size = self.page_size
-        own = np.searchsorted(chosen, (span.start, span.end))
-        start = -(-(span.start + int(own[1] - own[0])) // size) * size
-        end = span.end // size * size
-        if span.generation or end - start < self._config.share_span:
-            return None
-        read = slots[start - span.start : end - span.start]
-        pages = read // np.int32(size)
-        distinct = pages[np.flatnonzero(np.diff(pages, prepend=-1))]
-        delta = span.start - span.donor_start
-        return SharedSpan(start, end, distinct, int(read[0]) % size, delta)
-
-    def _lay_out(self, lease: RadixLease, tokens: int, shared: Sequence[SharedSpan]) -> bool:
-        """As `grow`, but without pages of its own for what is shared."""
-        size, table = self.page_size, np.zeros(-(-tokens // self.page_size), np.int32)
-        for run in shared:
-            table[run.start // size : run.end // size] = HOLE
-        table = table[len(lease.pages) :]
-        short = int(np.count_nonzero(table != HOLE)) - self.pool.num_free
-        if short > 0:
-            if short > self.evictable_pages:
-                return False
-            self.evict(short)
-        return self._fill(lease, table, shared)
-
-    @atomic
-    def _fill(self, lease: RadixLease, table: IntArray, shared: Sequence[SharedSpan]) -> bool:
-        own = table != HOLE
-        pages = self.pool.alloc(int(np.count_nonzero(own)))
-        if pages is None:
-            return False
-        lease.keep(self._journal)
-        table[own] = pages
-        lease.append(table)
-        for run in shared:
-            self.pool.share(run.pages)
-        lease.shared = tuple(shared)
-        return True
 
     def _move(self, lease: RadixLease, plan: Plan, sources: Sequence[IntArray]) -> bool:
         """Fill the lease's own pages and let it follow `plan`; False, and it does not, if not."""
@@ -486,28 +398,3 @@ class FuzzyCache(RadixCache):
             earlier = self._donors.tokens(piece.page, first)[: piece.donor_start - first]
         span = Span(piece.start, piece.length, donor, piece.donor_start, piece.tier, generation)
         return span, slots, earlier
-
-
-def _worth_their_paths(
-    runs: Sequence[SharedSpan | None], nodes: Sequence[Node | None]
-) -> list[SharedSpan | None]:
-    """Only runs of donors of which they read half of what they keep from eviction, or more.
-
-    A donor's whole path stays while a part of it is read: a copy of little is then cheaper.
-    """
-    read: Counter[Node | None] = Counter()
-    for run, node in zip(runs, nodes, strict=True):
-        read[node] += 0 if run is None else run.end - run.start
-    return [
-        run if node is not None and 2 * read[node] >= node.end else None
-        for run, node in zip(runs, nodes, strict=True)
-    ]
-
-
-def split_tiers(candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """The candidates that claim equal tokens, and those that claim equal meaning."""
-    moved: list[Candidate] = []
-    paraphrased: list[Candidate] = []
-    for each in candidates:
-        (paraphrased if each.tier is Tier.PARAPHRASE else moved).append(each)
-    return moved, paraphrased

@@ -6,7 +6,8 @@ tree keeps the map from pages to nodes up to date.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -15,7 +16,8 @@ from kvweave.errors import IntegrityError
 from kvweave.fuzzy.matcher import common_suffix
 from kvweave.fuzzy.provider import Candidate, PublishedRun
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.lease import Lease, RequestView
+from kvweave.prefix.lease import Lease, RequestView, SharedSpan
+from kvweave.prefix.plan import Span
 from kvweave.prefix.tree import Node, RadixTree, common_prefix, upwards
 
 _CHILDREN_TRIED = 16
@@ -269,3 +271,39 @@ def _covering(node: Node, first: int) -> list[Node]:
         if at.start <= first:
             break
     return path
+
+
+def shared_run(
+    span: Span, slots: IntArray, chosen: IntArray, size: int, least: int
+) -> SharedSpan | None:
+    """The whole pages of `span` that are read in the donor's `slots`; None if too few.
+
+    The first tokens of a span may be computed again (`chosen`), and are the lease's own, as
+    are its partial pages at both ends. A session's donors are copied: they may go before it.
+    """
+    own = np.searchsorted(chosen, (span.start, span.end))
+    start = -(-(span.start + int(own[1] - own[0])) // size) * size
+    end = span.end // size * size
+    if span.generation or end - start < least:
+        return None
+    read = slots[start - span.start : end - span.start]
+    pages = read // np.int32(size)
+    distinct = pages[np.flatnonzero(np.diff(pages, prepend=-1))]
+    delta = span.start - span.donor_start
+    return SharedSpan(start, end, distinct, int(read[0]) % size, delta)
+
+
+def worth_their_paths(
+    runs: Sequence[SharedSpan | None], nodes: Sequence[Node | None]
+) -> list[SharedSpan | None]:
+    """Only runs of donors of which they read half of what they keep from eviction, or more.
+
+    A donor's whole path stays while a part of it is read: a copy of little is then cheaper.
+    """
+    read: Counter[Node | None] = Counter()
+    for run, node in zip(runs, nodes, strict=True):
+        read[node] += 0 if run is None else run.end - run.start
+    return [
+        run if node is not None and 2 * read[node] >= node.end else None
+        for run, node in zip(runs, nodes, strict=True)
+    ]

@@ -16,6 +16,7 @@ point group `kvweave.fuzzy_providers`; docs/example_provider.py is a complete on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeAlias, cast
@@ -23,6 +24,7 @@ from typing import ClassVar, Protocol, TypeAlias, cast
 from kvweave.config import FuzzyConfig
 from kvweave.kv.pool import IntArray
 from kvweave.plugins import FUZZY_PROVIDERS
+from kvweave.prefix.contract import Declined
 from kvweave.prefix.lease import Namespace, RequestView
 from kvweave.prefix.plan import Tier
 
@@ -168,3 +170,31 @@ ProviderFactory: TypeAlias = Callable[[Donors, FuzzyConfig], FuzzyMatchProvider]
 def create_provider(name: str, donors: Donors, config: FuzzyConfig) -> FuzzyMatchProvider:
     """The provider called `name`; ConfigError if there is none, or its package does not load."""
     return cast(FuzzyMatchProvider, FUZZY_PROVIDERS.make(name, donors, config))
+
+
+def split_tiers(candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """The candidates that claim equal tokens, and those that claim equal meaning."""
+    moved: list[Candidate] = []
+    paraphrased: list[Candidate] = []
+    for each in candidates:
+        (paraphrased if each.tier is Tier.PARAPHRASE else moved).append(each)
+    return moved, paraphrased
+
+
+class Gate(Protocol):
+    """Judges candidates of tier paraphrase by whether they say what the prompt says."""
+
+    refused: Counter[str]
+    """Candidates refused, by kind."""
+    refusals: deque[Declined]
+    """The latest of them."""
+
+    def fill(
+        self, view: RequestView, exact: int, pieces: list[Candidate], claims: Iterable[Candidate]
+    ) -> list[Candidate]:
+        """`pieces`, and those of `claims` that pass and overlap nothing, ascending."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Refusals by kind."""
+        ...

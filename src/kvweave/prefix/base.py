@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from kvweave.kv.pool import IntArray, PagePool
 from kvweave.plugins import BACKENDS, load
 from kvweave.prefix.contract import CacheInspector, CacheOptions, CacheStats, PrefixCache, Refusal
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.lease import Lease, RequestView
+from kvweave.prefix.lease import HOLE, Lease, RequestView, SharedSpan
 from kvweave.prefix.plan import Plan
 
 if TYPE_CHECKING:
@@ -41,24 +41,51 @@ class CacheBackend(PrefixCache, CacheInspector):
         return self
 
     def grow(self, lease: Lease, tokens: int, before: Key | None = None) -> bool:
-        need = -(-tokens // self.page_size) - len(lease.pages)
-        if need <= 0:
+        if tokens <= len(lease.pages) * self.page_size:
             return True
+        return self._lay_out(lease, tokens, (), before)
+
+    def _lay_out(
+        self, lease: Lease, tokens: int, shared: Sequence[SharedSpan], before: Key | None = None
+    ) -> bool:
+        """As `grow`, but without pages of its own for what the lease reads in `shared` ones."""
+        size, table = self.page_size, np.zeros(-(-tokens // self.page_size), np.int32)
+        for run in shared:
+            table[run.start // size : run.end // size] = HOLE
+        table = table[len(lease.pages) :]
+        need = int(np.count_nonzero(table != HOLE))
         short = need - self.pool.num_free
         if short > 0:
             if short > self.evictable_pages:
                 return False
             self.evict(short, before)
-        return self._append(lease, need)
+        return self._append(lease, table, need, shared)
 
     @atomic
-    def _append(self, lease: Lease, need: int) -> bool:
+    def _append(
+        self, lease: Lease, table: IntArray, need: int, shared: Sequence[SharedSpan]
+    ) -> bool:
         pages = self.pool.alloc(need)
         if pages is None:
             return False
         lease.keep(self._journal)
-        lease.append(pages)
+        table[table != HOLE] = pages
+        lease.append(table)
+        for run in shared:
+            self.pool.share(run.pages)
+        lease.shared += tuple(shared)
         return True
+
+    @atomic
+    def _shrink(self, lease: Lease, pages: int) -> None:
+        """Drop all but the lease's first `pages` pages, and what it shares."""
+        lease.keep(self._journal)
+        own = lease.pages[pages:]
+        self.pool.drop(own[own != HOLE])
+        for run in lease.shared:
+            self.pool.drop(run.pages)
+        lease.shared = ()
+        lease.truncate(pages)
 
     @atomic
     def record(self, lease: Lease) -> None:

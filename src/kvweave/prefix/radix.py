@@ -165,6 +165,16 @@ class RadixCache(CacheBackend):
         lease.node, lease.pinned = None, ()
         lease.clear()
 
+    @atomic
+    def _pin(self, lease: RadixLease, nodes: Sequence[Node]) -> None:
+        """Let the lease hold the paths to `nodes` beside its own, and no others."""
+        lease.keep(self._journal)
+        for node in nodes:
+            self.tree.lock(node)
+        for node in lease.pinned:
+            self.tree.unlock(node)
+        lease.pinned = tuple(nodes)
+
     def _touch(self, lease: Lease) -> None:
         assert isinstance(lease, RadixLease)
         if lease.node is not None:
