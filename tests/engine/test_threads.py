@@ -41,6 +41,11 @@ def test_cores_of_others_are_left_to_them(running, most, expected):
     assert chosen(StepThreads(most, lambda: running)) == expected
 
 
+@pytest.mark.parametrize(("running", "expected"), [(3, 4), (4, 3), (1, 4)])
+def test_threads_that_leave_their_cores_count_for_nothing(running, expected):
+    assert chosen(StepThreads(4, lambda: running, lambda: 2)) == expected
+
+
 def test_what_runs_for_a_moment_costs_no_thread_and_what_stays_does():
     now = [1]
     step = StepThreads(4, lambda: now[0])

@@ -77,7 +77,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, config.scheduler, drafter)
         self._store = store = self.components.store
         if store is not None:
-            self.scheduler.awaits_store = store.awaited
+            self.scheduler.store = store
             store.release_by(self.scheduler.give_back)
         self.dead = False
         """Failed too often in a row: no request is answered any more."""

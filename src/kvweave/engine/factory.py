@@ -73,7 +73,10 @@ def build_components(
     # Last: it takes addresses, and starts a thread.
     events = None if wanted is None else open_sink(wanted)
     store = open_store(config, loaded.identity, cache, kv)
-    threads = StepThreads(config.model.threads) if loaded.device.type == "cpu" else None
+    threads = None
+    if loaded.device.type == "cpu":
+        readers = (lambda: 0) if store is None else store.readers_at_work
+        threads = StepThreads(config.model.threads, yielding=readers)
     return EngineComponents(pool, cache, runner, events, hooks.interruptible, store, threads)
 
 

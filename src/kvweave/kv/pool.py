@@ -49,10 +49,6 @@ class PagePool:
         """How many owners `page` has now."""
         return int(self._owners[page])
 
-    def upcoming(self, n: int) -> IntArray:
-        """The free pages, `n` at most, that `alloc` hands out next if nothing changes before."""
-        return self._free[max(0, self._num_free - n) : self._num_free][::-1].copy()
-
     def alloc(self, n: int) -> IntArray | None:
         """Take `n` pages, each owned by the caller once; None (and none) if too few are free."""
         if n < 0:

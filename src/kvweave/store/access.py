@@ -30,8 +30,10 @@ _Result = TypeVar("_Result")
 _REST_SECONDS = 60.0
 """Without use of the folder, after a fault of it."""
 
-_BUFFER_BYTES = 8 << 20
+BUFFER_BYTES = 8 << 20
 _BUFFERS = 3
+READERS = 2
+"""Threads that read: what they do is mostly to copy memory, and to have the system provide it."""
 
 
 class Worker:
@@ -63,7 +65,7 @@ class Buffers:
     """A fixed number of buffers for whole pages, made when they are first needed."""
 
     def __init__(self, page_bytes: int) -> None:
-        self.pages = max(1, _BUFFER_BYTES // page_bytes)
+        self.pages = max(1, BUFFER_BYTES // page_bytes)
         self._shape = (self.pages, page_bytes)
         self._free: SimpleQueue[ByteArray | None] = SimpleQueue()
         for _ in range(_BUFFERS):
@@ -110,9 +112,8 @@ class StoreAccess:
             self._reset()
             store.count = self.catalog().count()
         self.finder = Worker("finder", 0)
-        self.reader = Worker("reader", 5)
+        self.readers = [Worker(f"reader-{number}", 19) for number in range(READERS)]
         self.writer = Worker("writer", 10)
-        self.provider = Worker("provider", 5)
 
     @property
     def resting(self) -> bool:
@@ -128,7 +129,7 @@ class StoreAccess:
             self.store.close()
 
     def _workers(self) -> tuple[Worker, ...]:
-        return (self.writer, self.reader, self.finder, self.provider)
+        return (self.writer, *self.readers, self.finder)
 
     def run(
         self,

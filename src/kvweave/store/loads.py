@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.lease import RequestView
-from kvweave.store.access import Buffers, Offloading
+from kvweave.prefix.lease import Lease, RequestView
+from kvweave.store.access import BUFFER_BYTES, READERS, Offloading
 from kvweave.store.catalog import StoredPath
 from kvweave.store.figures import mean
-from kvweave.store.pages import ByteArray
 
 log = logging.getLogger("kvweave.store")
 
@@ -26,11 +25,6 @@ _SEARCH_SECONDS = 0.1
 """For moved text; what is found by then is read."""
 _LATE_IN_A_ROW = 4
 """Requests that waited in vain, after which the folder counts as faulty."""
-_COPIED_PER_SECOND = 3e9
-"""Bytes, about: how much is copied to the cache in the time that there is."""
-
-_Pages: TypeAlias = tuple[ByteArray, int, int]
-"""Of a buffer those from one index up to another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,16 +39,33 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A path on its way from the store; `at` pages are in the cache."""
+    """A path on its way from the store to pages of a lease.
+
+    Readers take piece after piece. Each copies with a lock of its own held: whoever has set
+    `cancelled` and then held each lock once may give the pages back, even if a reader hangs in the
+    file system.
+    """
 
     load: _Load
     path: StoredPath
+    lease: Lease
+    pages: IntArray
+    """Where the path's pages go, as far as there is room."""
     first: int
     """Page with which reading begins."""
     at: int
+    """Pages before this one are in the cache."""
     began: float
-    arrived: deque[_Pages] = field(default_factory=deque)
-    """What is still to be copied, the next page first. Belongs to the engine's thread."""
+    next: int
+    """Page that the next piece begins with; guarded by `taking`."""
+    taking: threading.Lock = field(default_factory=threading.Lock)
+    copying: list[threading.Lock] = field(
+        default_factory=lambda: [threading.Lock() for _ in range(READERS)]
+    )
+    working: int = READERS
+    """Readers that have not ended."""
+    arrived: dict[int, int] = field(default_factory=dict)
+    """Pieces behind `at`, from which page up to which."""
     cancelled: bool = False
 
 
@@ -72,11 +83,9 @@ class Loads:
         self._size = common.cache.page_size
         self._loads: dict[str, _Load] = {}
         self._reading: _Reading | None = None
-        self._in = Buffers(common.content.page_bytes)
+        self._piece = max(1, BUFFER_BYTES // common.content.page_bytes)
         self._late_in_a_row = 0
         self._closed = False
-        self.until = 0.0
-        """When to leave the rest of what has arrived for later (time.monotonic)."""
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -86,7 +95,23 @@ class Loads:
         self._closed = True
         self._loads.clear()
         if self._reading is not None:
-            self._reading.cancelled = True
+            self._stop(self._reading)
+
+    @property
+    def leases(self) -> list[Lease]:
+        """What is being read holds these."""
+        return [] if self._reading is None else [self._reading.lease]
+
+    def readers_at_work(self) -> int:
+        """Threads that are reading: they leave their core to whoever wants it."""
+        return 0 if self._reading is None else self._reading.working
+
+    def give_way(self) -> bool:
+        """Give back what is held for a request that waits, which goes ahead without the rest."""
+        if self._reading is None:
+            return False
+        self.forget(self._reading.load.view.rid)
+        return True
 
     def expect(self, view: RequestView) -> None:
         """A request has come: look up what is stored of it."""
@@ -120,7 +145,7 @@ class Loads:
         """Nothing more has to be read for this request."""
         load = self._loads.pop(rid, None)
         if load is not None and self._reading is not None and self._reading.load is load:
-            self._reading.cancelled = True
+            self._stop(self._reading)
 
     def _find(
         self, view: RequestView, tokens: IntArray, matched: int, limit: int
@@ -172,12 +197,28 @@ class Loads:
             if not self._pays(len(path.pages) - first, path.gain):
                 self._counters.declined_loads += 1
                 continue
+            self._begin(load, path)
+
+    def _begin(self, load: _Load, path: StoredPath) -> None:
+        """Read a path to pages of a lease, as many as there is room for."""
+        cache = self._of.cache
+        lease = cache.lease(self._view(load, path.tokens))
+        try:
+            first = len(lease.pages)
+            end = min(len(path.pages), first + cache.pool.num_free + cache.evictable_pages)
+            if end > first and cache.grow(lease, end * self._size):
+                pages = lease.pages[:end].copy()
+                self._reading = _Reading(
+                    load, path, lease, pages, first, first, time.monotonic(), first
+                )
+        finally:
+            if self._reading is None:
+                self._of.give_back(lease)
+        if self._reading is not None:
             self._counters.loads += 1
-            # Its memory may never have been used: a thread takes the page faults meanwhile.
-            new = self._of.cache.pool.upcoming(len(path.pages) - first)
-            self._access.provider.put(partial(self._of.content.provide, new))
-            self._reading = _Reading(load, path, first, first, time.monotonic())
-            self._access.run(self._access.reader, partial(self._read, self._reading), self._read_up)
+            for number, reader in enumerate(self._access.readers):
+                read = partial(self._read, self._reading, number)
+                self._access.run(reader, read, partial(self._reader_ended, self._reading))
 
     def _pays(self, pages: int, gain: int) -> bool:
         """Whether to read `pages` takes less time than to compute `gain` tokens."""
@@ -190,95 +231,68 @@ class Loads:
         needed = pages * self._of.content.page_bytes / self._of.speeds.read
         return needed < gain / self._of.speeds.compute
 
-    def _read(self, reading: _Reading) -> _Reading:
-        """On the reader's thread: read a path, buffer by buffer, as fast as they are emptied."""
-        at, pages = reading.first, reading.path.pages
-        while at < len(pages) and not reading.cancelled:
-            buffer = self._in.take(0.05)
-            if buffer is None:
-                continue
-            some = pages[at : at + len(buffer)]
-            sound = 0
-            try:
-                sound = self._access.store.read(some, buffer)
-            finally:
-                self._access.tell(partial(self._arrived, reading, (buffer, 0, sound)))
+    def _read(self, reading: _Reading, number: int) -> None:
+        """On the thread of reader `number`: read pieces of a path until none is left."""
+        buffer = np.empty((self._piece, self._of.content.page_bytes), np.uint8)
+        while not reading.cancelled:
+            with reading.taking:
+                begin, end = reading.next, min(reading.next + self._piece, len(reading.pages))
+                reading.next = end
+            if begin == end:
+                return
+            some, to = reading.path.pages[begin:end], reading.pages[begin:end]
+            sound = self._access.store.read(some, buffer)
+            self._of.content.provide(to[:sound])
+            with reading.copying[number]:
+                if reading.cancelled:
+                    return
+                self._of.content.copy_in(to[:sound], buffer[:sound])
+            self._access.tell(partial(self._arrived, reading, begin, begin + sound))
             if sound < len(some):
                 self._access.tell(partial(self._is_damaged, some[sound].key))
-                break
-            at += sound
-        return reading
+                return
 
-    def _arrived(self, reading: _Reading, pages: _Pages) -> None:
-        reading.arrived.append(pages)
-        self._take_over(reading)
-
-    def _take_over(self, reading: _Reading) -> None:
-        """Copy pages that were read to the cache, as many as there is time for."""
+    def _arrived(self, reading: _Reading, begin: int, end: int) -> None:
+        """A piece is in its pages: publish what is there without a gap."""
+        if reading.cancelled:
+            return
+        before = reading.at
+        reading.arrived[begin] = end
+        while reading.at in reading.arrived:
+            reading.at = max(reading.at, reading.arrived.pop(reading.at))
+        if reading.at == before:
+            return
         try:
-            if not reading.cancelled and not self._restore(reading, self._affordable()):
-                reading.cancelled = True
+            tokens = reading.path.tokens
+            self._of.cache.publish(reading.lease, tokens, computed=reading.at * self._size)
         except Exception:
-            reading.cancelled = True
             self._access.faults += 1
             log.warning("stored KV could not be taken over", exc_info=True)
-        while reading.arrived:
-            buffer, begin, end = reading.arrived[0]
-            if begin < end and not reading.cancelled:
-                self._access.done.appendleft(partial(self._take_over, reading))
-                return
-            reading.arrived.popleft()
-            self._in.give(buffer)
-
-    def _affordable(self) -> int:
-        """Pages that can be copied until the time is over; one at least."""
-        left = self.until - time.monotonic()
-        return max(1, int(left * _COPIED_PER_SECOND / self._of.content.page_bytes))
-
-    def _restore(self, reading: _Reading, most: int) -> bool:
-        """Give up to `most` of the pages that have arrived to the cache; False if it has no room,
-        or has evicted what comes before them."""
-        count = min(most, sum(end - begin for _, begin, end in reading.arrived))
-        if not count:
-            return True
-        end = reading.at + count
-        text = reading.path.tokens[: end * self._size]
-        cache = self._of.cache
-        lease = cache.lease(self._view(reading.load, text))
-        try:
-            there = len(lease.pages)
-            if there < reading.at or not cache.grow(lease, end * self._size):
-                return False
-            self._fill(reading, lease.pages[:end].copy(), there)
-            if there < end:
-                cache.publish(lease, text, computed=len(text))
-                self._counters.loaded += (end - there) * self._size
-        finally:
-            self._of.give_back(lease)
-        self._late_in_a_row = 0
-        return True
-
-    def _fill(self, reading: _Reading, pages: IntArray, there: int) -> None:
-        """Copy what has arrived to `pages`, which are a text's; the first `there` have it."""
-        for which, (buffer, begin, end) in enumerate(reading.arrived):
-            stop = min(end, begin + len(pages) - reading.at)
-            skipped = min(max(0, there - reading.at), stop - begin)
-            target = pages[reading.at + skipped : reading.at + stop - begin]
-            if len(target):
-                self._of.content.copy_in(target, buffer[begin + skipped : stop])
-            reading.at += stop - begin
-            reading.arrived[which] = buffer, stop, end
-
-    def _read_up(self, reading: _Reading | None) -> None:
-        reading, self._reading = self._reading, None
-        if reading is None or reading.cancelled:
+            self._stop(reading)
             return
+        self._counters.loaded += (reading.at - before) * self._size
+        self._late_in_a_row = 0
+
+    def _reader_ended(self, reading: _Reading, _: None) -> None:
+        reading.working -= 1
+        if reading.working or reading.cancelled:
+            return
+        self._stop(reading)
         count = reading.at - reading.first
         if count:
             seconds = max(time.monotonic() - reading.began, 1e-6)
             self._of.speeds.read = mean(
                 self._of.speeds.read, count * self._of.content.page_bytes / seconds
             )
+
+    def _stop(self, reading: _Reading) -> None:
+        """Give back the pages of a path, whether it was read to its end or not."""
+        reading.cancelled = True
+        for lock in reading.copying:
+            with lock:
+                pass  # from now on this reader copies nothing
+        self._reading = None
+        self._of.give_back(reading.lease)
 
     def _is_damaged(self, key: str) -> None:
         self._counters.damaged_pages += 1

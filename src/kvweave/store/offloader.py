@@ -1,12 +1,12 @@
 """Writes the KV of finished requests to the store, and reads it back for requests that wait.
 
-The engine's thread copies KV between pages and buffers, a few milliseconds between two steps, and
-holds no page in between. Threads of the offloader's own look up, read and write; the engine never
-waits for them, and a request waits for no longer than computing would take.
+Threads of the offloader's own look up, read and write; the engine never waits for the disk, and a
+request waits for no longer than computing would take.
 
     request arrives   expect    a thread looks its prefix and its moved text up in the catalogue
-    while it waits    pump      a thread reads pages to buffers; the engine copies them to pages of
-                                its cache and publishes them, as if it had just computed them
+    while it waits    pump      the engine leases pages for a path; threads read it to buffers and
+                                copy these to the pages; the engine publishes piece after piece,
+                                as if it had just computed them
     request has ended offer     a thread looks up what is new; the engine copies it to buffers; a
                                 thread writes these
 """
@@ -62,6 +62,7 @@ class Offloader:
         """Of the last step."""
         self.expect, self.awaited = self._loads.expect, self._loads.awaited
         self.forget, self.offer = self._loads.forget, self._saves.offer
+        self.give_way, self.readers_at_work = self._loads.give_way, self._loads.readers_at_work
 
     def release_by(self, give_back: Callable[[Lease], None]) -> None:
         """Have leases released by `give_back`."""
@@ -70,6 +71,11 @@ class Offloader:
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, on other threads, when there is something to `pump`."""
         self._access.wake = wake
+
+    @property
+    def leases(self) -> list[Lease]:
+        """What is being read holds these."""
+        return self._loads.leases
 
     @property
     def page_format(self) -> PageFormat:
@@ -106,7 +112,7 @@ class Offloader:
         After a long step, as prompts make them, it may take longer: a share of that step's time.
         """
         end, worked = time.monotonic() + max(seconds, _SHARE * self._step_seconds), False
-        self._step_seconds, self._loads.until = 0.0, end
+        self._step_seconds = 0.0
         while self._access.done:
             self._access.done.popleft()()
             worked = True

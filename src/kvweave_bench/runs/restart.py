@@ -110,7 +110,7 @@ def _gaps_during_prefetch(
     store = engine.components.store
     if store is None:
         raise KvweaveError("the store could not be opened")
-    engine.add(_request("decoding", setting.corpus.take(64), 2 * decoded))
+    engine.add(_request("decoding", setting.corpus.take(64), 16 * decoded))  # never ends
     try:
         with quiet_collector():
             for _ in range(8):  # its prompt, and what the first steps have to warm up

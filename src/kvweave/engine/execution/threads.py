@@ -36,14 +36,19 @@ class StepThreads:
     """Chooses before each step; belongs to the engine's thread, whose torch it sets.
 
     `most` None: as many as torch would use. `running` counts the threads that run or want to, this
-    one included; None if it is not known.
+    one included; None if it is not known. `yielding` counts those of them that leave a core at once
+    to whoever wants it.
     """
 
     def __init__(
-        self, most: int | None = None, running: Callable[[], int | None] | None = None
+        self,
+        most: int | None = None,
+        running: Callable[[], int | None] | None = None,
+        yielding: Callable[[], int] = lambda: 0,
     ) -> None:
         self.most = _ALL if most is None else most
         self._running = _running_here if running is None else running
+        self._yielding = yielding
         self._cores = os.cpu_count() or 1
         self._own_cores = usable_cores()
         self._others = 0.0
@@ -95,7 +100,7 @@ class StepThreads:
 
     def _others_now(self) -> int:
         running = self._running()
-        return 0 if running is None else max(0, running - 1)
+        return 0 if running is None else max(0, running - 1 - self._yielding())
 
 
 class _Trial:

@@ -8,8 +8,9 @@ does not depend on the kind of prefix cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvweave.config import SchedulerConfig
 from kvweave.engine.scheduler.admission import Admission, WaitingQueue
@@ -50,6 +51,20 @@ class Step:
     preempted: int = 0
 
 
+class StoredKV(Protocol):
+    """Reads KV back into the cache for requests that wait."""
+
+    @property
+    def leases(self) -> list[Lease]:
+        """What it holds meanwhile."""
+
+    def awaited(self, rid: str) -> bool:
+        """Whether the request of this id should wait for it."""
+
+    def give_way(self) -> bool:
+        """Release a lease, though what waits for it will compute more; False if there is none."""
+
+
 class Scheduler:
     """Owns the waiting and the running sequences.
 
@@ -66,8 +81,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._cache = cache
         self._config = config
-        self.awaits_store: Callable[[str], bool] = lambda rid: False
-        """Whether KV is on its way into the cache for the request of this id."""
+        self.store: StoredKV | None = None
         self._admission = Admission(cache)
         self._drafter = drafter
         self._step = Step()
@@ -177,6 +191,8 @@ class Scheduler:
         if len({id(sequence) for sequence in alive}) != len(alive):
             raise IntegrityError("a sequence is queued twice")
         held = [s.lease for s in self.running if s.lease is not None]
+        if self.store is not None:
+            held += self.store.leases
         self._cache.inspector.check(held + self._owed)
 
     def _continue(self, sequences: Iterable[Sequence]) -> None:
@@ -202,7 +218,7 @@ class Scheduler:
             if above is not None and sequence.priority <= above:
                 return
             try:
-                if self.awaits_store(sequence.group.request.rid):
+                if self.store is not None and self.store.awaited(sequence.group.request.rid):
                     continue  # others may pass
                 if self._admission.awaits_producer(sequence, matched):
                     continue
@@ -258,7 +274,7 @@ class Scheduler:
         sequence.start(lease)
         count = self._chunk(sequence)
         lacking = 0 if alone else self._admission.lacking(sequence, self.running)
-        if lacking > 0 or not self._cache.grow(lease, sequence.last_position(max(count, 1)) + 1):
+        if lacking > 0 or not self._grow(lease, sequence.last_position(max(count, 1)) + 1):
             if alone:
                 self._share_nothing(sequence)
             self._requeue(sequence)
@@ -291,7 +307,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Get pages for the next `count` positions, by preempting; False if it is preempted."""
         assert sequence.lease is not None
-        while not self._cache.grow(sequence.lease, sequence.last_position(count) + 1):
+        while not self._grow(sequence.lease, sequence.last_position(count) + 1):
             victim = max(self.running, key=lambda other: other.rank)
             if len(self.running) == 1:
                 self._share_nothing(sequence)
@@ -300,6 +316,12 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+    def _grow(self, lease: Lease, tokens: int) -> bool:
+        """As the cache does; what runs comes before what is read for a request that waits."""
+        return self._cache.grow(lease, tokens) or (
+            self.store is not None and self.store.give_way() and self._cache.grow(lease, tokens)
+        )
 
     def _share_nothing(self, sequence: Sequence) -> None:
         """Alone, `sequence` lacks pages: from now on it locks no donors. RequestError if it has
