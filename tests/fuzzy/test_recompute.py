@@ -102,7 +102,7 @@ def test_of_three_spans_behind_other_text_the_pass_chooses_a_share(continued):
     if continued:
         assert (len(recompute), deferred) == (2 * 32, None)
     else:
-        assert (len(recompute), deferred) == (3 * 8, DeferredRecompute("mix", round(0.08 * 270)))
+        assert (len(recompute), deferred) == (3 * 8, DeferredRecompute("mix", round(0.1 * 270)))
     recompute, deferred = choose(spans, None, "seams", 32, spans[:continued])
     assert (len(recompute), deferred) == ((3 - continued) * 32, None)
     assert choose(spans, 0.0, "mix", 32)[1] is None

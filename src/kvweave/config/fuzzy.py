@@ -39,7 +39,7 @@ class FuzzyConfig:
         50.0, "Time limit of a provider; a request whose provider is late reuses the prefix only."
     )
     refresh_tokens: int = flag(
-        32,
+        16,
         "First tokens of every moved span that are computed again where the text before them "
         "changed; 0: none.",
     )

@@ -21,7 +21,7 @@ _FOLLOWERS = 8
 """Tokens after a place where the prompt differs from its donor that come first in any budget."""
 _MANY = 3
 """From so many spans on whose text before them changed, more than their first tokens matters."""
-_SHARE_OF_MANY = 0.08
+_SHARE_OF_MANY = 0.1
 BESIDE_CHOICE = 8
 """First tokens of each of them that are computed again, where the pass chooses that share."""
 _EDIT = 64
@@ -72,8 +72,8 @@ SEAMS = "seams"
 STRATEGIES = {
     "mix": Strategy(
         question=0.75,
-        entry=3.0,
-        stops=(Stop(1 / 15, 2.5), Stop(1 / 6, 1.3), Stop(0.3), Stop(0.5, 0.7), Stop(5 / 6, 0.3)),
+        entry=2.5,
+        stops=(Stop(1 / 15, 1.8), Stop(1 / 6, 1.2), Stop(0.3), Stop(0.5, 0.7), Stop(5 / 6, 0.3)),
     ),
     "deviation": Strategy(stops=(Stop(0),)),
     SEAMS: Strategy(),

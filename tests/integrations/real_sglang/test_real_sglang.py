@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from engines import ENVIRONMENT, Engine, lent, running, server_arguments
 
+from kvweave.config import FuzzyConfig
+
 COMMON = "Below is a list of rooms. Each has a team, a state and a door. No more is known of them."
 RULES = tuple(f"{rule} {COMMON}\n" for rule in ("Answer in a few words.", "Read, and be brief."))
 FUZZY = {"radix_cache_backend": "fuzzy_match"}
@@ -24,7 +26,7 @@ SETTINGS = {
     "overlapped": {},
     "paged": {"disable_overlap_schedule": True, "page_size": 16},
 }
-HEAD = 32
+HEAD = FuzzyConfig().refresh_tokens
 """The first tokens of a run, which are computed again: --fuzzy-refresh-tokens."""
 
 

@@ -182,9 +182,11 @@ class RecomputeSelector:
         ]
         self._fixed = ~recompute.candidates
         for row in () if question is None else question.rows:
-            # Tokens before all moved ones are exact already: they were computed with the question.
+            # All but the candidates was computed with the question just now. What the choice does
+            # to the prompt's end matters, since the answer begins there; the rest stays as it is.
             begin, end = batch.query_start[row : row + 2]
-            self._fixed[begin : begin + np.argmax(recompute.candidates[begin:end])] = False
+            behind = end - int(np.argmax(recompute.candidates[begin:end][::-1]))
+            self._fixed[begin:behind] = False
         self._chosen = recompute.chosen
         self.kept = torch.arange(batch.tokens)
         self.kept = self._alive()
