@@ -45,6 +45,8 @@ def test_a_row_gets_the_same_numbers_whatever_else_is_computed(bits: int, level:
     together = multiply(x, some, level=level)
     for at in (0, 5, 11, 12, 39):
         assert torch.equal(multiply(x[at : at + 1], some, level=level), together[at : at + 1])
+    for count in range(1, 40):
+        assert torch.equal(multiply(x[:count], some, level=level), together[:count])
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

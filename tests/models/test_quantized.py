@@ -33,10 +33,18 @@ def load(folder: Path, quantization: str = "int8") -> LoadedModel:
     return load_model(replace(settings, dtype="float32"))
 
 
-def logits(loaded: LoadedModel, steps: tuple[int, ...] = (LONG,)) -> torch.Tensor:
+def make_runner(loaded: LoadedModel, dtype: torch.dtype = torch.float32) -> ModelRunner:
+    kv = KVTensors(loaded.layouts, CONTEXT, 1, dtype=dtype)
+    for tensor in (*kv.keys, *kv.values):
+        tensor.zero_()
+    return ModelRunner(loaded, kv, get_backend("cpu", loaded.device))
+
+
+def logits(
+    loaded: LoadedModel, steps: tuple[int, ...] = (LONG,), runner: ModelRunner | None = None
+) -> torch.Tensor:
     """Of all tokens of one text, computed in steps of so many tokens."""
-    kv = KVTensors(loaded.layouts, CONTEXT, 1)
-    runner = ModelRunner(loaded, kv, get_backend("cpu", loaded.device))
+    runner = runner or make_runner(loaded)
     tokens = np.random.default_rng(3).integers(0, VOCABULARY - 5, LONG)
     pages, found, first = np.arange(CONTEXT, dtype=np.int32)[::-1].copy(), [], 0
     for count in steps:
@@ -74,6 +82,25 @@ def test_a_decoder_gives_the_logits_of_the_models_own_code(
     assert difference(logits(loaded, (64, 1, 35)), found) < 3e-4
     # The quantised model is near the model, and not the model.
     assert 1e-4 < difference(found, logits(tiny(name))) < 0.1
+
+
+@native
+@pytest.mark.parametrize("dtype", kernels.FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_kernels_write_kv_as_torch_rounds_it(
+    name: str, dtype: torch.dtype, tiny_folder: Callable[[str], Path]
+) -> None:
+    loaded = load(tiny_folder(name))
+    assert loaded.decoder is not None
+    for level in range(loaded.decoder._level + 1):
+        loaded.decoder._level = level
+        direct, by_torch = make_runner(loaded, dtype), make_runner(loaded, dtype)
+        by_torch.targets = lambda layer: None  # type: ignore[method-assign]
+        found = [logits(loaded, (64, 1, 35), runner) for runner in (direct, by_torch)]
+        assert torch.equal(*found)
+        for ours, theirs in zip(direct.kv._parts(), by_torch.kv._parts(), strict=True):
+            assert ours.any()
+            assert torch.equal(ours, theirs)
 
 
 @native

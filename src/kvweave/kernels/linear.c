@@ -155,18 +155,21 @@ static void place_token(const work *w, const decoder_layer *layer, const decoder
     const float *sines = call->sines + call->positions[row] * half;
     int64_t slot = call->slots ? call->slots[row] : row;
     float *scratch = (float *)(w->own + THREAD * w->own_size + size_of_rows(FEW, w->inputs));
+    float *turned = scratch + dim; /* begin() has made room for both */
     for (int64_t head = 0; head < layer->heads + layer->kv_heads; head++, qkv += dim) {
         int is_query = head < layer->heads;
         const float *norm = is_query ? layer->q_norm : layer->k_norm, *x = qkv;
-        float *to = is_query ? call->query + (row * layer->heads + head) * dim
-                             : call->keys + slot * kv + (head - layer->heads) * dim;
         if (norm) {
             w->level->rms_norm(x, norm, layer->eps, dim, scratch);
             x = scratch;
         }
+        float *to = is_query ? call->query + (row * layer->heads + head) * dim : turned;
         w->level->rotate(x, cosines, sines, layer->turned, dim, to);
+        if (!is_query)
+            w->level->round(to, dim, call->type, call->keys,
+                            slot * kv + (head - layer->heads) * dim);
     }
-    memcpy(call->values + slot * kv, qkv, kv * sizeof(float));
+    w->level->round(qkv, kv, call->type, call->values, slot * kv);
 }
 
 /* A decoder layer up to its attention: queries, keys and values of all rows. 0 when done. */
@@ -175,7 +178,7 @@ int32_t kvweave_before_attention(const decoder_layer *layer, const decoder_call 
     const quantized_weight *qkv = &layer->qkv;
     work w;
     if (!begin(&w, workspace, call->level, call->threads, call->rows,
-               larger_of(qkv->inputs, layer->dim), qkv->outputs))
+               larger_of(qkv->inputs, 2 * layer->dim), qkv->outputs))
         return -1;
     int64_t next[2] = {0};
     int threads = w.threads;

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "numbers.h"
+
 /* Inputs that share a scale, and outputs that are computed together. */
 #define GROUP 32
 #define TILE_OUTPUTS 16
@@ -52,10 +54,11 @@ typedef struct {
     const float *cosines;     /* (positions, turned / 2) */
     const float *sines;
     float *query;           /* (rows, heads, dim) */
-    float *keys, *values;   /* (rows or slots, kv heads, dim) */
+    void *keys, *values;    /* (rows or slots, kv heads, dim), of `type` */
     const int64_t *slots;   /* (rows): where keys and values go; NULL: to their row */
     const float *attention; /* (rows, heads * dim), what attention gave */
     int32_t threads, level;
+    int32_t type; /* FLOAT32 or BFLOAT16 */
 } decoder_call;
 
 /* Rows quantised to 16 bits: values (groups, rows, GROUP) in -32767..32767, with the second and the
@@ -82,6 +85,8 @@ typedef struct {
     /* Turn one head's leading dimensions by the angles whose cosines and sines are given. */
     void (*rotate)(const float *x, const float *cosines, const float *sines, int64_t turned,
                    int64_t dim, float *out);
+    /* `n` floats from x to element `at` of numbers of `type`, rounded half to even. */
+    void (*round)(const float *x, int64_t n, int type, void *to, int64_t at);
 } linear_level;
 
 extern const linear_level linear_base;

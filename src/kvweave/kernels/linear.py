@@ -79,6 +79,7 @@ class DecoderCall(ctypes.Structure):
         ("attention", _Pointer),
         ("threads", _Int32),
         ("level", _Int32),
+        ("type", _Int32),
     ]
 
 

@@ -170,5 +170,15 @@ static void TARGET NAMED(rotate)(const float *x, const float *cosines, const flo
     memcpy(out + turned, x + turned, (dim - turned) * sizeof *out);
 }
 
+static void TARGET NAMED(round)(const float *x, int64_t n, int type, void *to, int64_t at) {
+    int64_t i = 0;
+    if (type == FLOAT32) {
+        memcpy((float *)to + at, x, n * sizeof *x);
+        return;
+    }
+    for (; i + VL <= n; i += VL) store_stored(BFLOAT16, to, at + i, load(x + i));
+    for (; i < n; i++) store_one(BFLOAT16, to, at + i, x[i]);
+}
+
 const linear_level NAMED(linear) = {NAMED(rms_norm), NAMED(silu_product), NAMED(quantize),
-                                    NAMED(multiply), NAMED(rotate)};
+                                    NAMED(multiply), NAMED(rotate),       NAMED(round)};

@@ -32,9 +32,9 @@ class DecoderAttention(Protocol):
         """int64 (T): of the tokens that the pass now holds."""
 
     def targets(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Where float32 keys and values are to be written (by slot), and the tokens' slots.
+        """Keys and values of the pool (by slot), float32 or bfloat16, and the tokens' slots.
 
-        None: `attend` takes them.
+        They are to be written there. None: `attend` takes them.
         """
 
     def attend(
@@ -102,10 +102,10 @@ class Decoder:
             if targets is None:
                 both = torch.empty(2, rows, layer.kv_heads, layer.dim)
                 keys, values = fresh = both[0], both[1]
-                call.slots = None
+                call.slots, call.type = None, kernels.NUMBER_TYPES[torch.float32]
             else:
                 keys, values, slots = targets
-                call.slots = slots.data_ptr()
+                call.slots, call.type = slots.data_ptr(), kernels.NUMBER_TYPES[keys.dtype]
             call.keys, call.values = keys.data_ptr(), values.data_ptr()
             self._kernels.before_attention(layer.struct, call)
             found = attention.attend(index, query, fresh, layer.scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvweave import kernels
 from kvweave.engine.attention.base import (
     AttentionBackend,
     AttentionBatch,
@@ -91,7 +92,7 @@ class ModelRunner:
 
     def targets(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """See models.decoder.DecoderAttention."""
-        if self._pruning is not None or self.kv.dtype != torch.float32:
+        if self._pruning is not None or self.kv.dtype not in kernels.FLOATS:
             return None
         return self.kv.keys[layer], self.kv.values[layer], self._attention.slots
 
