@@ -136,6 +136,19 @@ TARGET static void pack_keys(const attention_call *call, const block_view *view)
         const int64_t *places = view->place->keys + j;
         const float *scales = view->key_scales + j;
         int64_t d = 0;
+        for (; type == BFLOAT16 && d + 2 * VL <= dim; d += 2 * VL) { /* two numbers at a time */
+            vf square[VL];
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++)
+                square[i] = load((const float *)(view->keys + places[i] + 2 * d));
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++) {
+                float *to = view->packed_keys + (d + 2 * i) * BLOCK + j;
+                store(to, first_of_two(square[i]));
+                store(to + BLOCK, second_of_two(square[i]));
+            }
+        }
         for (; d + VL <= dim; d += VL) {
             vf square[VL];
 #pragma GCC unroll 16

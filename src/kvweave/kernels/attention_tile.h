@@ -113,7 +113,6 @@ INLINE void multiply_all(int rows, int64_t columns, int type, int64_t depth, con
 INLINE void dot_square(int rows, int type, int two, int64_t dim, int64_t d, int64_t j,
                        const float *queries, const block_view *view, vf *sum) {
     const int64_t *places = view->place->keys, *next = view->next ? view->next->keys : NULL;
-    const vi upper = (vi)((vu){0} + 0xFFFF0000u);
     int64_t byte = d * BYTES(type);
     vf square[VL];
 #pragma GCC unroll 16
@@ -126,11 +125,11 @@ INLINE void dot_square(int rows, int type, int two, int64_t dim, int64_t d, int6
 #pragma GCC unroll 16
     for (int i = 0; i < VL; i++) {
         const float *query = queries + d + i + two * i;
-        vf first = two ? (vf)((vi)square[i] << 16) : square[i];
+        vf first = two ? first_of_two(square[i]) : square[i];
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) sum[r] += splat(query[r * dim]) * first;
         if (two) {
-            vf second = (vf)((vi)square[i] & upper);
+            vf second = second_of_two(square[i]);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) sum[r] += splat(query[r * dim + 1]) * second;
         }
@@ -245,9 +244,10 @@ INLINE void multiply_integers(int rows, int64_t dim, const int16_t *queries,
 }
 
 /* Fold one block's scores of one (token, head) pair into its softmax: weights replace the scores.
- * Keys [from, to) of the block are visible. Returns what the older sums must be multiplied by. */
-INLINE float weigh(float *scores, int64_t from, int64_t to, float softcap, float *sum,
-                   float *maximum) {
+ * Keys [from, to) of the block are visible. Returns the sum of the weights; `rise` gets by how much
+ * the maximum rose. */
+INLINE float weigh(float *scores, int64_t from, int64_t to, float softcap, float *maximum,
+                   float *rise) {
     if (softcap > 0) {
         /* cap * tanh(s / cap), with tanh(x) = 1 - 2 / (e^2x + 1), constant beyond +-20 */
         for (int j = 0; j < BLOCK; j += VL) {
@@ -274,10 +274,9 @@ INLINE float weigh(float *scores, int64_t from, int64_t to, float softcap, float
         store(scores + j, weight);
         sums += weight;
     }
-    float fade = exp2_of(splat(*maximum) - top)[0];
+    *rise = top[0] - *maximum;
     *maximum = top[0];
-    *sum = *sum * fade + total(sums)[0];
-    return fade;
+    return total(sums)[0];
 }
 
 /* A block's weights, each times the scale of its position's values. */
@@ -296,7 +295,7 @@ INLINE void attend_tile(int rows, int how, const attention_call *call, const blo
                         int64_t block) {
     const block_place *place = view->place;
     int64_t dim = call->key_dim, wide = PADDED(call->value_dim), first = BLOCK, last = 0;
-    float fade[ROWS], *scores = view->scores, *sums = part->sums + row * wide;
+    float fade[PADDED(ROWS)] = {0}, fresh[ROWS], *scores = view->scores, *sums = part->sums + row * wide;
     int type = how - DIRECT_FLOAT32;
     if (how == PACKED)
         multiply_all(rows, BLOCK, 0, dim, queries, dim, (char *)view->packed_keys, BLOCK, NULL,
@@ -310,12 +309,16 @@ INLINE void attend_tile(int rows, int how, const attention_call *call, const blo
     for (int r = 0; r < rows; r++) {
         int64_t to = smaller_of(positions[r] + 1 - block, place->high);
         int64_t from = larger_of(lowest_seen(call, positions[r]) - block, place->low);
-        fade[r] = weigh(scores + r * BLOCK, from, to, call->softcap, part->weights + row + r,
-                        part->maximum + row + r);
+        fresh[r] = weigh(scores + r * BLOCK, from, to, call->softcap, part->maximum + row + r,
+                         fade + r);
         if (call->type == INT8) scale_row(scores + r * BLOCK, view->value_scales);
         first = smaller_of(first, from);
         last = larger_of(last, to);
     }
+    /* What the older sums must be multiplied by, of all rows at once. */
+    for (int r = 0; r < ROWS; r += VL) store(fade + r, exp2_of(-load(fade + r)));
+    for (int r = 0; r < rows; r++)
+        part->weights[row + r] = part->weights[row + r] * fade[r] + fresh[r];
     if (how < DIRECT_FLOAT32)
         multiply_all(rows, wide, 0, last - first, scores + first, BLOCK,
                      (char *)(view->packed_values + first * wide), wide, NULL, NULL, sums, wide,

@@ -92,21 +92,26 @@ INLINE void store_rows(const quantized_weight *weight, int64_t row, int count, i
 INLINE void multiply_tile(const quantized_weight *weight, int bits, const quantized_rows *from,
                           int64_t rows, int64_t tile, float *out, int64_t stride, int add) {
     vf sums[ROWS_AT_ONCE];
-    int64_t row = 0;
-#define SOME(count)                                                                                \
-    for (; (count) <= ROWS_AT_ONCE && row + (count) <= rows; row += (count))                       \
-        for (int part = 0; part < TILE_OUTPUTS; part += VL) {                                      \
-            tile_rows(weight, bits, from, row, (count), tile, part, sums);                         \
-            store_rows(weight, row, (count), tile * TILE_OUTPUTS + part, sums, out, stride, add);  \
-        }
-    SOME(ROWS_AT_ONCE)
-#if ROWS_AT_ONCE > 8
-    SOME(8)
+    /* As even as ROWS_AT_ONCE allows: weights are unpacked as seldom as can be. */
+    int64_t passes = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, row = 0;
+    for (int64_t pass = 0; pass < passes; pass++) {
+        int count = (int)(rows / passes + (pass < rows % passes));
+        for (int part = 0; part < TILE_OUTPUTS; part += VL) {
+            switch (count) {
+#define SOME(n)                                                                                    \
+    case n:                                                                                        \
+        tile_rows(weight, bits, from, row, n, tile, part, sums);                                   \
+        break;
+                SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
+#if ROWS_AT_ONCE > 6
+                SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
 #endif
-    SOME(4)
-    SOME(2)
-    SOME(1)
 #undef SOME
+            }
+            store_rows(weight, row, count, tile * TILE_OUTPUTS + part, sums, out, stride, add);
+        }
+        row += count;
+    }
 }
 
 static void TARGET NAMED(multiply)(const quantized_weight *weight, const quantized_rows *from,

@@ -82,7 +82,27 @@ INLINE vf larger(vf a, vf b) {
 #endif
 }
 
-/* The largest, or the sum, of all elements, in every element. */
+/* The largest, or the sum, of all elements, in every element. Half by half: narrow instructions are
+ * cheaper than shuffles of whole vectors. */
+#if defined(__x86_64__)
+#define FOLD(x, with)                                                                              \
+    __m128 quarter = lower_quarters(x, with##_ps);                                                 \
+    quarter = _mm_##with##_ps(quarter, _mm_movehl_ps(quarter, quarter));                           \
+    return splat(_mm_##with##_ps(quarter, _mm_shuffle_ps(quarter, quarter, 1))[0]);
+#if VL == 16
+#define lower_quarters(x, with)                                                                    \
+    _mm_##with(_mm_##with(_mm512_castps512_ps128((__m512)x), _mm512_extractf32x4_ps((__m512)x, 1)),\
+               _mm_##with(_mm512_extractf32x4_ps((__m512)x, 2),                                    \
+                          _mm512_extractf32x4_ps((__m512)x, 3)))
+#elif VL == 8
+#define lower_quarters(x, with)                                                                    \
+    _mm_##with(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1))
+#else
+#define lower_quarters(x, with) (__m128) x
+#endif
+INLINE vf largest(vf x) { FOLD(x, max) }
+INLINE vf total(vf x) { FOLD(x, add) }
+#else
 INLINE vf largest(vf x) {
     for (int i = 0; i < LOG_VL; i++) x = larger(WEAVE_LOW(x, x), WEAVE_HIGH(x, x));
     return x;
@@ -92,6 +112,7 @@ INLINE vf total(vf x) {
     for (int i = 0; i < LOG_VL; i++) x = WEAVE_LOW(x, x) + WEAVE_HIGH(x, x);
     return x;
 }
+#endif
 
 /* 1.5 * 2^23: adding it to numbers up to 2^22 rounds them to integers, half to even. */
 #define SHIFTER 12582912.0f
@@ -112,7 +133,7 @@ INLINE vf exp2_of(vf x) {
     return p * (vf)((n + 127) << 23);
 }
 
-/* VL bytes as integers, and back, and 16-bit integers. GCC takes apart what conversions of whole vectors should say. */
+/* VL bytes, or unsigned 16-bit integers, as integers, and back. GCC takes apart what conversions of whole vectors should say. */
 INLINE vi widen_bytes(const int8_t *from) {
 #if defined(__x86_64__) && VL == 16
     return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
@@ -120,6 +141,16 @@ INLINE vi widen_bytes(const int8_t *from) {
     return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
     return __builtin_convertvector(*(const vb_memory *)from, vi);
+#endif
+}
+
+INLINE vu widen_shorts(const uint16_t *from) {
+#if defined(__x86_64__) && VL == 16
+    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__x86_64__) && VL == 8
+    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    return __builtin_convertvector(*(const vh_memory *)from, vu);
 #endif
 }
 
@@ -145,8 +176,7 @@ INLINE vf load_stored(int type, const void *from, int64_t i) {
     if (type == INT8)
         return __builtin_convertvector(widen_bytes((const int8_t *)from + i), vf);
     if (type == FLOAT32) return load((const float *)from + i);
-    vh bits = *(const vh_memory *)((const uint16_t *)from + i);
-    return (vf)(__builtin_convertvector(bits, vu) << 16);
+    return (vf)(widen_shorts((const uint16_t *)from + i) << 16);
 }
 
 INLINE void store_stored(int type, void *to, int64_t i, vf x) {
@@ -161,8 +191,12 @@ INLINE void store_stored(int type, void *to, int64_t i, vf x) {
     vu bits = (vu)x, unordered = (vu)(x != x);
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     bits = (bits & ~unordered) | (0x7FC0 & unordered);
-    *(vh_memory *)((uint16_t *)to + i) = __builtin_convertvector(bits, vh);
+    narrow_shorts((vi)bits, (int16_t *)to + i);
 }
+
+/* The two BFLOAT16 numbers of each lane: those at even places in memory, and those at odd ones. */
+INLINE vf first_of_two(vf both) { return (vf)((vi)both << 16); }
+INLINE vf second_of_two(vf both) { return (vf)((vi)both & (vi)((vu){0} + 0xFFFF0000u)); }
 
 INLINE float load_one(int type, const void *from, int64_t i) {
     if (type == INT8) return ((const int8_t *)from)[i];
