@@ -224,7 +224,7 @@ def test_a_fault_between_chunks(alone: bool) -> None:
 
 
 def test_server_info_shows_what_was_lent() -> None:
-    from kvweave.integrations.sglang.chunks import add_state
+    from kvweave.integrations.sglang import add_state
 
     server = _taught()
     server.run(_prompt(NEW, DOCUMENT, [9] * 3))

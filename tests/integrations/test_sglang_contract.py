@@ -91,7 +91,7 @@ def test_without_what_chunks_need_there_is_one_run_and_a_reason(
     no_chunks = SimpleNamespace(disable_overlap_schedule=True, chunked_prefill_size=-1)
     [applied] = checks.without_chunks()
     assert "has not applied the plug-in's hooks" in applied
-    from kvweave.integrations.sglang.chunks import register_hooks
+    from kvweave.integrations.sglang import register_hooks
 
     register_hooks()
     assert checks.without_chunks() == []

@@ -44,8 +44,8 @@ class Server:
         chunk: int | None = 4096,
     ) -> None:
         """`chunk`: most tokens that a step computes of a prompt; None: no hooks, and all of it."""
+        from kvweave.integrations.sglang import register_hooks
         from kvweave.integrations.sglang.cache import FuzzyRadixCache
-        from kvweave.integrations.sglang.chunks import register_hooks
         from kvweave.integrations.sglang.layers import KeyRotation, PoolMover, RotaryTable
         from kvweave.integrations.sglang.mirror import Mirror
 
