@@ -16,7 +16,7 @@ from kvweave.engine.types import GenerateRequest, SamplingParams, Usage
 from kvweave.errors import KvweaveError
 from kvweave.kv.pool import IntArray
 from kvweave.models.load import LoadedModel
-from kvweave.prefix.plan import Span
+from kvweave.prefix.lease import Span
 from kvweave_bench.measure import quiet_collector
 
 

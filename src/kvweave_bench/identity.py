@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Tier
 from kvweave_bench.driver import Answer
 from kvweave_bench.workloads.oracle import shared_share
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig
+from kvweave.engine.attention.base import ForwardBatch
 from kvweave.engine.engine import Engine
-from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.execution.executor import EngineComponents
 from kvweave.engine.factory import decoder
 from kvweave.engine.types import Completion, GenerateRequest, SamplingParams

@@ -32,7 +32,7 @@ from kvweave.cluster.app import running_engines
 from kvweave.config import CacheConfig, ClusterConfig, EngineConfig, FuzzyConfig, ModelConfig
 from kvweave.engine.types import GenerateRequest, SamplingParams, Usage
 from kvweave.models import packaged
-from kvweave.prefix.plan import Reuse
+from kvweave.prefix.lease import Reuse
 from kvweave_bench.measure import row
 from kvweave_bench.report import Report, Row
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvweave.engine.types import Usage
-from kvweave.prefix.plan import Reuse, Span
+from kvweave.prefix.lease import Reuse, Span
 from kvweave_bench.driver import Answer
 from kvweave_bench.identity import Donors, served_positions
 

@@ -12,7 +12,7 @@ from kvweave.cli import chat as chat_module
 from kvweave.cli.chat import Session
 from kvweave.cli.main import main
 from kvweave.engine.types import Usage
-from kvweave.prefix.plan import Reuse
+from kvweave.prefix.lease import Reuse
 from kvweave.server.prompts import PromptReader
 from support.serverkit import TEXT, FakeEngine, toy_card
 

@@ -9,8 +9,7 @@ import pytest
 
 from kvweave.kv.pool import PagePool
 from kvweave.prefix.contract import CacheOptions
-from kvweave.prefix.lease import Lease, RequestView
-from kvweave.prefix.plan import Plan, Span
+from kvweave.prefix.lease import Lease, Plan, RequestView, Span
 from kvweave.prefix.radix import RadixCache
 from support.enginekit import OracleRunner, World, make_world, oracle_answer, prompt, request
 

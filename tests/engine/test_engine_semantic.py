@@ -16,7 +16,7 @@ from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.fuzzy.donors import slots_of
 from kvweave.kv.relocation import MoveRun, relocate
 from kvweave.models import LoadedModel
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Tier
 
 pytestmark = pytest.mark.model
 

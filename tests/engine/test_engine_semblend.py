@@ -15,7 +15,7 @@ from kvweave.errors import ConfigError
 from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.models import LoadedModel
 from kvweave.paraphrase.semblend import SemblendProvider
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Tier
 
 pytestmark = [
     pytest.mark.model,

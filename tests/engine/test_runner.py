@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvweave.engine.attention import get_backend
-from kvweave.engine.execution.batch import ForwardBatch
+from kvweave.engine.attention.base import ForwardBatch
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import LoadedModel, hooks

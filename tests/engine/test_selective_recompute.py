@@ -12,8 +12,8 @@ import torch
 
 from kvweave.config import CacheConfig, EngineConfig, FuzzyConfig, ModelConfig, SchedulerConfig
 from kvweave.engine.attention import get_backend
+from kvweave.engine.attention.base import ForwardBatch, RecomputeRequest
 from kvweave.engine.engine import Engine
-from kvweave.engine.execution.batch import ForwardBatch, RecomputeRequest
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.types import Completion, GenerateRequest
 from kvweave.fuzzy import recompute

@@ -11,7 +11,7 @@ from kvweave.engine.types import GenerateRequest, OutputDelta, Usage
 from kvweave.explorer.history import SOURCES, History, Record, counts, source_runs
 from kvweave.explorer.queries import SURE_TO_BE_FOUND, pieces, prompt_view, shared_runs
 from kvweave.kv.pool import runs_of
-from kvweave.prefix.plan import Plan, Reuse, Span, Tier
+from kvweave.prefix.lease import Plan, Reuse, Span, Tier
 from kvweave.server.metrics import Metrics, RequestMetrics
 from kvweave.server.responses import TokenTexts
 

@@ -11,8 +11,7 @@ from kvweave.fuzzy.backend import FuzzyCache
 from kvweave.kv.pool import PagePool
 from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.events import BlockStored
-from kvweave.prefix.lease import Namespace
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Namespace, Tier
 from support.fuzzy_world import HERE, SMALL, Running, SlotMover, World, joined, text
 
 

@@ -20,7 +20,7 @@ from kvweave.engine.types import GenerateRequest, SamplingParams
 from kvweave.errors import UnsupportedModelError
 from kvweave.kv.tensors import KVTensors
 from kvweave.models import LoadedModel
-from kvweave.prefix.plan import Plan
+from kvweave.prefix.lease import Plan
 from support.fuzzy_world import SMALL
 
 KINDS = (

@@ -20,8 +20,7 @@ from kvweave.fuzzy import guard as guards
 from kvweave.fuzzy.guard import Guard, LateError, LentDonors, Worker
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.lease import Namespace, RequestView
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Namespace, RequestView, Tier
 from support.fuzzy_world import SMALL, World, text
 
 VIEW = RequestView("r", np.arange(100, dtype=np.int32), Namespace("m"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvweave.errors import IntegrityError
 from kvweave.fuzzy.recompute import STRATEGIES, choose
-from kvweave.prefix.plan import DeferredRecompute, Plan, Span, Tier
+from kvweave.prefix.lease import DeferredRecompute, Plan, Span, Tier
 
 EDITED = (
     Span(10, 100, "1", 20),

@@ -10,8 +10,7 @@ import pytest
 from kvweave.errors import IntegrityError
 from kvweave.fuzzy.sessions import SessionDonors
 from kvweave.kv.pool import IntArray, PagePool
-from kvweave.prefix.lease import Lease, Namespace, RequestView
-from kvweave.prefix.plan import Plan, Span
+from kvweave.prefix.lease import Lease, Namespace, Plan, RequestView, Span
 
 HERE = Namespace("model")
 STRIDE, SHORTEST = 4, 8

@@ -14,7 +14,7 @@ import torch
 from kvweave import kernels
 from kvweave.config import ModelConfig
 from kvweave.engine.attention import get_backend
-from kvweave.engine.execution.batch import ForwardBatch
+from kvweave.engine.attention.base import ForwardBatch
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.selfcheck.measure import quantization_cost
 from kvweave.errors import ConfigError

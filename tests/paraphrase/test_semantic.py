@@ -13,8 +13,7 @@ import pytest
 from kvweave.config import FuzzyConfig, validate
 from kvweave.errors import ConfigError
 from kvweave.paraphrase import semantic as semantic
-from kvweave.prefix.lease import Namespace
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Namespace, Tier
 from support.fuzzy_world import HERE
 from support.semantic_world import QUESTION, SEMANTIC, SemanticWorld, story
 

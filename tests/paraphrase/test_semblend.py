@@ -24,8 +24,7 @@ import pytest
 from kvweave.errors import ConfigError
 from kvweave.paraphrase import semblend
 from kvweave.paraphrase.semblend import SemblendProvider
-from kvweave.prefix.lease import Namespace
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Namespace, Tier
 from support.fuzzy_world import HERE, Running, text
 from support.semantic_world import SEMANTIC, SemanticWorld, story
 

@@ -20,8 +20,7 @@ from kvweave.errors import ConfigError
 from kvweave.paraphrase.facts import Verifier
 from kvweave.paraphrase.verifiers import Entailment, VerifierWorker, create_verifier
 from kvweave.plugins import VERIFIERS, choices_of
-from kvweave.prefix.lease import Namespace
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Namespace, Tier
 from support.fuzzy_world import HERE
 from support.semantic_world import QUESTION, SEMANTIC, SemanticWorld, story
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvweave.plugins import BACKENDS
-from kvweave.prefix.lease import Namespace
-from kvweave.prefix.plan import Plan, Span
+from kvweave.prefix.lease import Namespace, Plan, Span
 from support.prefix_world import NS, World, tokens_of
 
 SIZE = 4

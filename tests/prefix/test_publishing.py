@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvweave.prefix.plan import Plan, Span
+from kvweave.prefix.lease import Plan, Span
 from support.prefix_world import MakeWorld, World, text
 
 

@@ -20,7 +20,7 @@ from kvweave.engine.selfcheck.measure import Measured
 from kvweave.engine.types import Usage
 from kvweave.errors import EngineDeadError
 from kvweave.explorer.routes import build_app
-from kvweave.prefix.plan import Reuse
+from kvweave.prefix.lease import Reuse
 from kvweave.server.logs import JsonFormatter
 from support.serverkit import FakeEngine, RunningServer, eventually, toy_card
 

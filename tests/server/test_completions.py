@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvweave.engine.types import Usage
-from kvweave.prefix.plan import Reuse, Span
+from kvweave.prefix.lease import Reuse, Span
 from support.serverkit import TEXT, complete, events
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvweave.engine.types import GenerateRequest, OutputDelta, SamplingParams, TokenLogprob, Usage
-from kvweave.prefix.plan import Span
+from kvweave.prefix.lease import Span
 from kvweave.server.metrics import Metrics, RequestMetrics
 from kvweave.server.streaming import Generation, LiveGenerations
 from support.serverkit import TEXT, eventually

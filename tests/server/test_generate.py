@@ -7,7 +7,7 @@ import pytest
 
 from kvweave.engine.types import Usage
 from kvweave.errors import OverloadedError
-from kvweave.prefix.plan import Reuse
+from kvweave.prefix.lease import Reuse
 from support.serverkit import TEXT, eventually
 
 SHORT = {"max_new_tokens": 4}

@@ -6,7 +6,7 @@ import pytest
 from kvweave.config import ServerConfig
 from kvweave.engine.types import Usage
 from kvweave.errors import OverloadedError
-from kvweave.prefix.plan import Reuse
+from kvweave.prefix.lease import Reuse
 from support.serverkit import TEXT, FakeEngine, RunningServer, prompt_text, toy_tokenizer
 
 ASKED = {"role": "user", "content": "Hi"}

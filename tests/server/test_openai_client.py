@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from kvweave.engine.types import Usage
-from kvweave.prefix.plan import Reuse
+from kvweave.prefix.lease import Reuse
 from support.serverkit import CONTEXT, TEXT
 
 

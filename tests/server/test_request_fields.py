@@ -14,7 +14,7 @@ from openai.types.responses import response_create_params as openai_responses
 
 from kvweave.server.fields import IGNORED, REFUSED
 from kvweave.server.protocol import ChatBody, CompletionBody
-from kvweave.server.routes.embeddings import EmbeddingsBody
+from kvweave.server.routes.completions import EmbeddingsBody
 from kvweave.server.routes.generate import GenerateBody
 from kvweave.server.routes.messages import CountTokensBody, MessagesBody
 from kvweave.server.routes.responses import ResponsesBody

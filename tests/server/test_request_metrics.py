@@ -12,7 +12,7 @@ from kvweave.config import ServerConfig
 from kvweave.engine.async_engine import AsyncEngine
 from kvweave.engine.types import Usage
 from kvweave.errors import EngineDeadError, KvweaveError, OverloadedError, RequestError
-from kvweave.prefix.plan import Reuse
+from kvweave.prefix.lease import Reuse
 from support.enginekit import make_world
 from support.serverkit import RunningServer, eventually, toy_card, toy_tokenizer
 

@@ -5,7 +5,7 @@ import pytest
 
 from kvweave.config import ServerConfig
 from kvweave.engine.types import Usage
-from kvweave.prefix.plan import Reuse
+from kvweave.prefix.lease import Reuse
 from kvweave.server.responses import ResponseStore
 from support.serverkit import TEXT, FakeEngine, RunningServer, prompt_text, toy_tokenizer
 

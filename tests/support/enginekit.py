@@ -25,8 +25,8 @@ from kvweave.config import (
     SpeculativeConfig,
 )
 from kvweave.engine.async_engine import AsyncEngine
+from kvweave.engine.attention.base import ForwardBatch
 from kvweave.engine.engine import Engine
-from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.execution.executor import EngineComponents
 from kvweave.engine.types import Completion, GenerateRequest, OutputDelta, SamplingParams
 from kvweave.errors import ForwardInterruptedError, RequestError

@@ -15,7 +15,7 @@ from kvweave.config import FuzzyConfig
 from kvweave.kv.pool import IntArray
 from kvweave.paraphrase import semantic as semantic
 from kvweave.paraphrase.semantic import SemanticProvider
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Tier
 from support.fuzzy_world import SMALL, Running, World
 
 SEMANTIC = replace(

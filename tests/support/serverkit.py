@@ -26,7 +26,7 @@ from kvweave.engine.types import (
 )
 from kvweave.errors import OverloadedError, RequestError
 from kvweave.explorer.routes import build_app
-from kvweave.prefix.plan import Span
+from kvweave.prefix.lease import Span
 from kvweave.reorder import SeenPrompts
 from kvweave.server.app import DrainingServer, bind
 from kvweave.server.model_card import ModelCard

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal
 
 from kvweave.errors import RequestError
-from kvweave.prefix.plan import Reuse, Span
+from kvweave.prefix.lease import Reuse, Span
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.plan import Span, Tier
+from kvweave.prefix.lease import Span, Tier
 from kvweave.prefix.tree import common_prefix
 from kvweave.server.metrics import RequestMetrics
 

@@ -19,8 +19,7 @@ from kvweave.explorer.history import REFRESHED, Record, SourceRun
 from kvweave.fuzzy.matcher import EqualRun, TextIndex, window_hashes
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.contract import Declined, NodeSnapshot, Refusal, TreeSnapshot
-from kvweave.prefix.lease import RequestView
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import RequestView, Tier
 from kvweave.server.metrics import RequestMetrics, milliseconds
 from kvweave.server.responses import TokenTexts
 

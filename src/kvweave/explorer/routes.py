@@ -32,7 +32,7 @@ from kvweave.explorer.queries import (
 )
 from kvweave.plugins import moving_backends
 from kvweave.prefix.contract import TreeSnapshot
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Tier
 from kvweave.server.app import build_api
 from kvweave.server.model_card import ModelCard
 from kvweave.server.service import Service

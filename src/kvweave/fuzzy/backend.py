@@ -27,8 +27,7 @@ from kvweave.kv.relocation import KVMover, MoveRun
 from kvweave.plugins import BACKENDS, PARAPHRASE_GATE, load
 from kvweave.prefix.contract import CacheOptions, CacheStats, Declined, Refusal, ReuseCounts
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.lease import HOLE, Lease, Namespace, RequestView, SharedSpan
-from kvweave.prefix.plan import Plan, Span, Tier
+from kvweave.prefix.lease import HOLE, Lease, Namespace, Plan, RequestView, SharedSpan, Span, Tier
 from kvweave.prefix.radix import RadixCache, RadixLease
 from kvweave.prefix.tree import Node, Place, upwards
 

@@ -16,8 +16,7 @@ from kvweave.errors import IntegrityError
 from kvweave.fuzzy.matcher import common_suffix
 from kvweave.fuzzy.provider import Candidate, PublishedRun
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.lease import Lease, RequestView, SharedSpan
-from kvweave.prefix.plan import Span
+from kvweave.prefix.lease import Lease, RequestView, SharedSpan, Span
 from kvweave.prefix.tree import Node, RadixTree, common_prefix, upwards
 
 _CHILDREN_TRIED = 16

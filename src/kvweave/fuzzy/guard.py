@@ -22,8 +22,7 @@ import numpy as np
 from kvweave.fuzzy.donors import read_only
 from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, PublishedRun
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.lease import RequestView
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import RequestView, Tier
 
 _Result = TypeVar("_Result")
 _Inbox: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"

@@ -25,8 +25,7 @@ from kvweave.config import FuzzyConfig
 from kvweave.kv.pool import IntArray
 from kvweave.plugins import FUZZY_PROVIDERS
 from kvweave.prefix.contract import Declined
-from kvweave.prefix.lease import Namespace, RequestView
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Namespace, RequestView, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.plan import BoolArray, DeferredRecompute, Span, Tier
+from kvweave.prefix.lease import BoolArray, DeferredRecompute, Span, Tier
 
 _FOLLOWERS = 8
 """Tokens after a place where the prompt differs from its donor that come first in any budget."""

@@ -34,8 +34,7 @@ from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.hash_index import namespace_seed
-from kvweave.prefix.lease import Lease, Namespace, RequestView
-from kvweave.prefix.plan import Plan
+from kvweave.prefix.lease import Lease, Namespace, Plan, RequestView
 
 SessionKey: TypeAlias = tuple[Namespace, str]
 

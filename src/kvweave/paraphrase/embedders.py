@@ -17,6 +17,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ from typing import IO, Any, NamedTuple, Protocol, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvweave.errors import ConfigError, extra
+from kvweave.errors import ConfigError, RequestError, extra
 from kvweave.plugins import EMBEDDERS
 
 Matrix: TypeAlias = npt.NDArray[np.float32]
@@ -244,6 +245,47 @@ class EmbedderProcess:
     def close(self) -> None:
         """End the process. Twice is harmless."""
         self._process.close()
+
+
+_BATCH = 32
+"""Texts that are embedded together; more would need much memory."""
+
+
+class TextEmbedder:
+    """The embedder `name`, in a process that starts with the first request."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._process: EmbedderProcess | None = None
+        self._longest: tuple[int, Callable[[str], int]] | None = None
+
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        """Vectors (len(texts), dimension). Blocks. RequestError."""
+        with self._lock:
+            if self._process is None:
+                try:
+                    self._longest = longest_text(self.name)
+                    self._process = EmbedderProcess(self.name)
+                except ConfigError as missing:
+                    raise RequestError(
+                        f"this server has no embedder: {missing}", status=501, param="model"
+                    ) from None
+            for at, text in enumerate(texts):
+                self._check(at, text)
+            batches = (texts[at : at + _BATCH] for at in range(0, len(texts), _BATCH))
+            return np.concatenate([self._process.encode(batch) for batch in batches])
+
+    def _check(self, at: int, text: str) -> None:
+        if not text.strip():
+            raise RequestError(f"input.{at} is empty", param="input")
+        if self._longest is not None and (length := self._longest[1](text)) > self._longest[0]:
+            raise RequestError(
+                f"the embedder {self.name} reads {self._longest[0]} tokens of a text, and "
+                f"input.{at} has {length}: embed its parts",
+                param="input",
+                code="context_length_exceeded",
+            )
 
 
 def _imported(module: str) -> Any:

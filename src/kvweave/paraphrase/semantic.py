@@ -26,8 +26,7 @@ from kvweave.paraphrase.embedders import Embedder, EmbedderProcess, Vectors, che
 from kvweave.paraphrase.embedding_queue import EmbeddingQueue
 from kvweave.paraphrase.gate import LONGEST, Cutter, Passage, question_of
 from kvweave.prefix.hash_index import namespace_seed
-from kvweave.prefix.lease import Namespace, RequestView
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Namespace, RequestView, Tier
 from kvweave.prefix.tree import common_prefix
 
 

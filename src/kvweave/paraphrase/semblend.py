@@ -32,8 +32,7 @@ from kvweave.fuzzy.provider import Candidate, Donors, FuzzyMatchProvider, Publis
 from kvweave.kv.pool import IntArray
 from kvweave.paraphrase.gate import Cutter, question_of
 from kvweave.prefix.hash_index import namespace_seed
-from kvweave.prefix.lease import Namespace, RequestView
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Namespace, RequestView, Tier
 from kvweave.prefix.tree import common_prefix
 
 _log = logging.getLogger(__name__)

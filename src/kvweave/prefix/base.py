@@ -14,8 +14,7 @@ from kvweave.kv.pool import IntArray, PagePool
 from kvweave.plugins import BACKENDS, load
 from kvweave.prefix.contract import CacheInspector, CacheOptions, CacheStats, PrefixCache, Refusal
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.lease import HOLE, Lease, RequestView, SharedSpan
-from kvweave.prefix.plan import Plan
+from kvweave.prefix.lease import HOLE, Lease, Plan, RequestView, SharedSpan
 
 if TYPE_CHECKING:
     from kvweave.kv.relocation import KVMover

@@ -12,8 +12,7 @@ from kvweave.prefix.contract import CacheOptions
 from kvweave.prefix.events import EventLog, KVEvent
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.hash_index import NO_PARENT, Hasher, HashIndex, xxh3
-from kvweave.prefix.lease import Lease, RequestView
-from kvweave.prefix.plan import Plan
+from kvweave.prefix.lease import Lease, Plan, RequestView
 
 
 class HashLease(Lease):

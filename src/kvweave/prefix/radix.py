@@ -16,8 +16,7 @@ from kvweave.prefix.base import CacheBackend
 from kvweave.prefix.contract import CacheOptions, NodeSnapshot, TreeSnapshot
 from kvweave.prefix.events import KVEvent, TreeEvents
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.lease import Lease, Namespace, RequestView
-from kvweave.prefix.plan import Plan
+from kvweave.prefix.lease import Lease, Namespace, Plan, RequestView
 from kvweave.prefix.tree import Node, RadixTree, common_prefix, upwards
 
 

@@ -24,8 +24,12 @@ from kvweave.server.errors import AnthropicErrors, install_error_handlers
 from kvweave.server.metrics import RefusalCounter, RequestObserver
 from kvweave.server.model_card import ModelCard
 from kvweave.server.routes.admin import admin_router
-from kvweave.server.routes.completions import chat_router, completions_router, tokenization_router
-from kvweave.server.routes.embeddings import embeddings_router
+from kvweave.server.routes.completions import (
+    chat_router,
+    completions_router,
+    embeddings_router,
+    tokenization_router,
+)
 from kvweave.server.routes.generate import generate_router
 from kvweave.server.routes.messages import messages_router
 from kvweave.server.routes.responses import responses_router

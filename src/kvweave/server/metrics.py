@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.engine.types import EngineSnapshot, GenerateRequest, OutputDelta, Usage
 from kvweave.errors import RequestError, reason
-from kvweave.prefix.plan import Reuse, Span, Tier
+from kvweave.prefix.lease import Reuse, Span, Tier
 from kvweave.server.logs import LogFields
 
 log = logging.getLogger("kvweave.server.requests")

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kvweave.engine.types import Completion, OutputDelta, TokenLogprob
 from kvweave.errors import RequestError
-from kvweave.prefix.plan import Span, Tier
+from kvweave.prefix.lease import Span, Tier
 from kvweave.server.errors import body_of
 from kvweave.server.metrics import RequestMetrics, usage_body
 from kvweave.server.protocol import GenerationBody

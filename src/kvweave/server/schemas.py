@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Tier
 from kvweave.server.access import AccessLevel, Keys
 
 FinishReason = Literal["stop", "length", "abort", "tool_calls"]

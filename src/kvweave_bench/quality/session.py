@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvweave.config import CacheConfig, EngineConfig, ModelConfig
+from kvweave.engine.attention.base import ForwardBatch
 from kvweave.engine.engine import Engine
-from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.execution.executor import Runner
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.factory import build_components

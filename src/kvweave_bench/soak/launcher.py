@@ -34,7 +34,7 @@ from kvweave.paraphrase.embedders import ModelSubprocess
 from kvweave.paraphrase.semantic import SemanticProvider
 from kvweave.prefix.base import CacheBackend
 from kvweave.prefix.hash import HashCache
-from kvweave.prefix.plan import Tier
+from kvweave.prefix.lease import Tier
 from kvweave.prefix.radix import RadixCache
 from kvweave.prefix.tree import upwards
 from kvweave.server.metrics import RequestMetrics

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave.engine.execution.batch import ForwardBatch, LongArray, RecomputeRequest
+from kvweave.engine.attention.base import ForwardBatch, LongArray, RecomputeRequest
 from kvweave.engine.execution.threads import StepThreads
 from kvweave.engine.sampling.logits import prompt_logprobs
 from kvweave.engine.sampling.sampler import SampledTokens, SamplingState, sample

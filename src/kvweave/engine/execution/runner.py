@@ -9,10 +9,11 @@ from kvweave import kernels
 from kvweave.engine.attention.base import (
     AttentionBackend,
     AttentionBatch,
+    ForwardBatch,
     LayerCall,
+    RecomputeRequest,
     SharedSegments,
 )
-from kvweave.engine.execution.batch import ForwardBatch, RecomputeRequest
 from kvweave.engine.execution.selective_recompute import (
     QuestionAttention,
     RecomputeSelector,

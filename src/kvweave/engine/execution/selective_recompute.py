@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kvweave.engine.attention.base import AttentionBatch, LayerCall
-from kvweave.engine.execution.batch import ForwardBatch, RecomputeRequest
+from kvweave.engine.attention.base import AttentionBatch, ForwardBatch, LayerCall, RecomputeRequest
 from kvweave.fuzzy.donors import slots_of
 from kvweave.fuzzy.recompute import STRATEGIES
 from kvweave.kv.tensors import KVTensors

@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from kvweave.engine.types import GenerateRequest
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.lease import Lease, Namespace, RequestView
-from kvweave.prefix.plan import BoolArray, Plan, Reuse
+from kvweave.prefix.lease import BoolArray, Lease, Namespace, Plan, RequestView, Reuse
 
 
 class Status(Enum):

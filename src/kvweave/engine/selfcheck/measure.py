@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from kvweave.config import EngineConfig, ModelConfig, SchedulerConfig
 from kvweave.engine.attention import get_backend
+from kvweave.engine.attention.base import ForwardBatch
 from kvweave.engine.engine import Engine
-from kvweave.engine.execution.batch import ForwardBatch
 from kvweave.engine.execution.executor import Runner
 from kvweave.engine.execution.runner import ModelRunner
 from kvweave.engine.factory import build_components

@@ -1,19 +1,42 @@
-"""POST /v1/completions and /v1/chat/completions, and /tokenize and /detokenize."""
+"""POST /v1/completions, /v1/chat/completions and /v1/embeddings, and /tokenize and /detokenize.
+
+Embeddings come from the sentence embedder that the semantic provider uses. The served model's own
+states are none: it was trained to predict tokens, not to put texts of one meaning near each other.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 from fastapi import APIRouter
+from pydantic import model_validator
 from starlette.responses import Response
 
 from kvweave.engine.types import Completion, OutputDelta, TokenLogprob
+from kvweave.errors import RequestError
+from kvweave.paraphrase.embedders import TextEmbedder, Vectors
 from kvweave.server import schemas
-from kvweave.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from kvweave.server.fields import Prompts, Whole
+from kvweave.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    RequestBody,
+    TokenizeBody,
+)
 from kvweave.server.responses import TokenTexts, finite, scored_tokens
-from kvweave.server.schemas import ChatCompletion, ChatCompletionChunk, Text, Tokens, answers
+from kvweave.server.schemas import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Embeddings,
+    Text,
+    Tokens,
+    answers,
+)
 from kvweave.server.service import Service, start_chat
 from kvweave.server.tools import (
     AnswerParser,
@@ -295,3 +318,60 @@ class _ChatFormat:
 
 def _finish(reason: str | None, calls: bool) -> str | None:
     return "tool_calls" if calls and reason == "stop" else reason
+
+
+class EmbeddingsBody(RequestBody):
+    """POST /v1/embeddings."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Whole | None = None
+
+    @model_validator(mode="after")
+    def _no_stream(self) -> EmbeddingsBody:
+        if self.stream:
+            raise RequestError("embeddings are not streamed", param="stream")
+        return self
+
+
+def embeddings_router(service: Service, embedder: str) -> APIRouter:
+    """The route, bound to `service`; `embedder` is a name of the registry."""
+    router = APIRouter()
+    model = TextEmbedder(embedder)
+
+    @router.post("/v1/embeddings", response_model=None, responses=answers(Embeddings, 404, 501))
+    async def create_embeddings(body: EmbeddingsBody) -> dict[str, Any]:
+        if body.model != embedder:
+            service.card.require(body.model)
+        prompts = await asyncio.gather(
+            *(service.reader.read(each, param="input") for each in body.input)
+        )
+        texts = [
+            text if isinstance(text, str) else await service.reader.decode(text)
+            for text in body.input
+        ]
+        vectors = await asyncio.to_thread(model.embed, texts)
+        if body.dimensions not in (None, vectors.shape[1]):
+            raise RequestError(
+                f"{embedder} has {vectors.shape[1]} dimensions, which cannot be cut",
+                param="dimensions",
+            )
+        tokens = sum(map(len, prompts))
+        return {
+            "object": "list",
+            "model": embedder,
+            "data": [
+                {"object": "embedding", "index": at, "embedding": _written(vector, body)}
+                for at, vector in enumerate(vectors)
+            ],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+    return router
+
+
+def _written(vector: Vectors, body: EmbeddingsBody) -> Any:
+    """A vector as numbers, or as the base64 of its float32 in little-endian order."""
+    if body.encoding_format == "float":
+        return vector.tolist()
+    return base64.b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode()
