@@ -1,4 +1,4 @@
-"""The HTTP server: the ASGI application around one engine, its socket and its life."""
+"""The HTTP server: the application around one engine, its OpenAPI document, socket and life."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 import logging
 import socket
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 
 from kvweave.config import ClusterConfig, EngineConfig, ServerConfig
 from kvweave.errors import ConfigError, EngineDeadError
-from kvweave.server.access import BodyLimit, CsrfGuard, KeyGate, Keys
+from kvweave.server import schemas
+from kvweave.server.access import AccessLevel, BodyLimit, CsrfGuard, KeyGate, Keys
 from kvweave.server.connections import Connection, ConnectionLimiter
 from kvweave.server.errors import AnthropicErrors, install_error_handlers
 from kvweave.server.metrics import RefusalCounter, RequestObserver
@@ -33,7 +37,6 @@ from kvweave.server.routes.completions import (
 from kvweave.server.routes.generate import generate_router
 from kvweave.server.routes.messages import messages_router
 from kvweave.server.routes.responses import responses_router
-from kvweave.server.schemas import describe
 from kvweave.server.service import Service
 from kvweave.server.streaming import ServingEngine
 from kvweave.version import __version__
@@ -253,3 +256,86 @@ class DrainingServer(uvicorn.Server):
         while not self._hurry and clock() < deadline:
             await asyncio.sleep(min(_POLL_SECONDS, max(deadline - clock(), 0.0)))
         self._service.live.abort()
+
+
+_REFUSALS = {
+    400: "The request cannot be served as asked; `param` names the field.",
+    401: "No key, or a wrong one.",
+    403: "The operators' key is needed, not the clients'.",
+    404: "Unknown path or model.",
+    408: "The body did not arrive in time.",
+    409: "Not possible while requests run.",
+    413: "The body is larger than this server takes.",
+    415: "The body is compressed.",
+    429: "The queue is full; Retry-After says when to try again.",
+    500: "The engine or the server failed on this request; the others go on.",
+    501: "The package of the embedder is not installed.",
+    503: "The engine has stopped, the server is shutting down, or too many connections are open.",
+}
+_ALWAYS = (500, 503)
+_WITH_PARAMETERS = (400,)
+_WITH_A_BODY = (400, 408, 413, 415)
+_RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
+
+
+def describe(app: FastAPI, keys: Keys) -> None:
+    """Make `app` publish its document with all error responses in this server's shape."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            with warnings.catch_warnings():  # two methods share a name until _completed
+                warnings.filterwarnings("ignore", message="Duplicate Operation ID")
+                document = generate()
+            app.openapi_schema = _completed(document, keys)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _completed(document: dict[str, Any], keys: Keys) -> dict[str, Any]:
+    components = document["components"]
+    components["schemas"] |= _shapes()
+    for theirs in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(theirs, None)
+    if keys.any:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if len(operations) > 1:
+                operation["operationId"] = f"{method}_{operation['operationId']}"
+            _complete(operation, AccessLevel.to(path), keys)
+    return document
+
+
+def _complete(operation: dict[str, Any], level: AccessLevel, keys: Keys) -> None:
+    named = operation.pop("responses")
+    operation["responses"] = responses = {"200": named.pop("200")}
+    named.pop("422", None)  # FastAPI's own; validation errors are 400 here
+    statuses = {*map(int, named), *_ALWAYS}
+    if "parameters" in operation:
+        statuses |= set(_WITH_PARAMETERS)
+    if "requestBody" in operation:
+        statuses |= set(_WITH_A_BODY)
+    if keys.for_level(level):
+        statuses |= {401, 403} if keys.two and level is AccessLevel.OPERATOR else {401}
+        operation["security"] = [{"key": []}]
+    for status in sorted(statuses):
+        responses[str(status)] = {
+            "description": _REFUSALS[status],
+            "content": {"application/json": {"schema": schemas.reference(schemas.ErrorAnswer)}},
+            **({"headers": _RETRY} if status == 429 else {}),
+        }
+
+
+def _shapes() -> dict[str, Any]:
+    """Schemas that no route names as its response: errors and events of streams."""
+    unnamed: list[type[BaseModel]] = [
+        *(schemas.ErrorAnswer, schemas.ChatCompletionChunk),
+        *(schemas.NamedEvent, schemas.GeneratedText),
+    ]
+    _, document = models_json_schema(
+        [(shape, "serialization") for shape in unnamed], ref_template=schemas.REFERENCE
+    )
+    found: dict[str, Any] = document["$defs"]
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Protocol, TypeAlias
 
 import prometheus_client
@@ -181,100 +181,72 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
-        for name, (help, value) in _gauges(now, self._hit_rate()).items():
-            yield self._family(GaugeMetricFamily, name, help, value)
-        for name, (help, value) in _counters(now).items():
-            yield self._family(CounterMetricFamily, name, help, value)
-        # Reuse beyond the prefix; a provider's own names are labels.
-        yield self._labelled(
-            CounterMetricFamily,
-            "paraphrase_refused",
-            "Paraphrases that were proposed and not served, by reason.",
-            "reason",
-            now.paraphrase_refused,
-        )
-        yield self._labelled(
-            CounterMetricFamily,
-            "fuzzy_provider_events",
-            "Calls of the provider, by how they ended; its proposals, and those refused.",
-            "event",
-            now.provider_events,
-        )
-        yield self._labelled(
-            GaugeMetricFamily,
-            "fuzzy_provider_figures",
-            "The provider's own gauges, as of the latest prompt, at most once a second.",
-            "figure",
-            now.provider_figures,
-        )
-        yield self._labelled(
-            GaugeMetricFamily,
-            "kv_store_figures",
-            "Counters and gauges of the KV that is kept on disk, in tokens, pages and bytes.",
-            "figure",
-            now.store_figures,
-        )
-
-    def _family(self, kind: _Family, name: str, help: str, value: float) -> Metric:
-        family = kind(PREFIX + name, help, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _labelled(
-        self, kind: _Family, name: str, help: str, label: str, figures: Mapping[str, float]
-    ) -> Metric:
-        family = kind(PREFIX + name, help, labels=["model_name", label])
-        for key, figure in sorted(figures.items()):
-            family.add_metric([self._model, key], figure)
-        return family
+        usage = now.used_tokens / now.total_tokens if now.total_tokens else 0.0
+        computed = {"token_usage": usage, "cache_hit_rate": self._hit_rate()}
+        for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (field, help) in names.items():
+                family = kind(PREFIX + name, help, labels=["model_name"])
+                family.add_metric(
+                    [self._model], computed[name] if name in computed else getattr(now, field)
+                )
+                yield family
+        for kind, name, label, field, help in _LABELLED:
+            family = kind(PREFIX + name, help, labels=["model_name", label])
+            for key, figure in sorted(getattr(now, field).items()):
+                family.add_metric([self._model, key], figure)
+            yield family
 
 
-def _gauges(now: EngineSnapshot, hit_rate: float) -> dict[str, tuple[str, float]]:
-    return {
-        "num_running_reqs": ("Answers that hold pages.", now.running),
-        "num_queue_reqs": ("Answers waiting to start, or to be resumed.", now.waiting),
-        "max_total_num_tokens": ("Slots of the KV pool.", now.total_tokens),
-        "num_used_tokens": ("Slots in use: not free, and not to be evicted.", now.used_tokens),
-        "token_usage": (
-            "Share of the pool in use.",
-            now.used_tokens / now.total_tokens if now.total_tokens else 0.0,
-        ),
-        "num_cached_tokens": ("Slots held by the prefix cache.", now.cached_tokens),
-        "num_evictable_tokens": ("Cached slots that could be evicted now.", now.evictable_tokens),
-        "num_heal_queue_prompts": (
-            "Prompts served approximately that wait to be computed exactly.",
-            now.heals_waiting,
-        ),
-        "cache_hit_rate": (
-            "Share of prompt tokens, since start, served from the cache.",
-            hit_rate,
-        ),
-    }
-
-
-def _counters(now: EngineSnapshot) -> dict[str, tuple[str, float]]:
-    return {
-        "prefill_tokens": (
-            "Prompt tokens computed, also if aborted.",
-            now.prefill_tokens,
-        ),
-        "evicted_tokens": ("Slots evicted from the cache to make room.", now.evicted_tokens),
-        "num_retracted_requests": ("Answers preempted, to be resumed.", now.preemptions),
-        "engine_steps": ("Forward passes for requests.", now.steps),
-        "spec_draft_tokens": ("Tokens that drafts proposed.", now.drafted_tokens),
-        "spec_accepted_tokens": (
-            "Tokens that drafts proposed and answers got.",
-            now.accepted_tokens,
-        ),
-        "healed_prompts": ("Prompts computed exactly after approximate service.", now.healed),
-        "healed_tokens": ("Prompt tokens computed for healing, while idle.", now.healed_tokens),
-        "preempted_heals": ("Healing interrupted by a request.", now.heals_preempted),
-        "dropped_heals": (
-            "Prompts never healed: too many waited, no room, or a fault.",
-            now.heals_dropped,
-        ),
-        "dropped_event_batches": ("Cache events not published.", now.dropped_event_batches),
-    }
+# By name: the field of EngineSnapshot, and the help text.
+_GAUGES = {
+    "num_running_reqs": ("running", "Answers that hold pages."),
+    "num_queue_reqs": ("waiting", "Answers waiting to start, or to be resumed."),
+    "max_total_num_tokens": ("total_tokens", "Slots of the KV pool."),
+    "num_used_tokens": ("used_tokens", "Slots in use: not free, and not to be evicted."),
+    "token_usage": ("", "Share of the pool in use."),
+    "num_cached_tokens": ("cached_tokens", "Slots held by the prefix cache."),
+    "num_evictable_tokens": ("evictable_tokens", "Cached slots that could be evicted now."),
+    "num_heal_queue_prompts": (
+        "heals_waiting",
+        "Prompts served approximately that wait to be computed exactly.",
+    ),
+    "cache_hit_rate": ("", "Share of prompt tokens, since start, served from the cache."),
+}
+_COUNTERS = {
+    "prefill_tokens": ("prefill_tokens", "Prompt tokens computed, also if aborted."),
+    "evicted_tokens": ("evicted_tokens", "Slots evicted from the cache to make room."),
+    "num_retracted_requests": ("preemptions", "Answers preempted, to be resumed."),
+    "engine_steps": ("steps", "Forward passes for requests."),
+    "spec_draft_tokens": ("drafted_tokens", "Tokens that drafts proposed."),
+    "spec_accepted_tokens": ("accepted_tokens", "Tokens that drafts proposed and answers got."),
+    "healed_prompts": ("healed", "Prompts computed exactly after approximate service."),
+    "healed_tokens": ("healed_tokens", "Prompt tokens computed for healing, while idle."),
+    "preempted_heals": ("heals_preempted", "Healing interrupted by a request."),
+    "dropped_heals": (
+        "heals_dropped",
+        "Prompts never healed: too many waited, no room, or a fault.",
+    ),
+    "dropped_event_batches": ("dropped_event_batches", "Cache events not published."),
+}
+_LABELLED: tuple[tuple[_Family, str, str, str, str], ...] = (
+    (
+        *(CounterMetricFamily, "paraphrase_refused", "reason", "paraphrase_refused"),
+        "Paraphrases that were proposed and not served, by reason.",
+    ),
+    (
+        *(CounterMetricFamily, "fuzzy_provider_events", "event", "provider_events"),
+        "Calls of the provider, by how they ended; its proposals, and those refused.",
+    ),
+    (
+        *(GaugeMetricFamily, "fuzzy_provider_figures", "figure", "provider_figures"),
+        "The provider's own gauges, as of the latest prompt, at most once a second.",
+    ),
+    (
+        *(GaugeMetricFamily, "kv_store_figures", "figure", "store_figures"),
+        "Counters and gauges of the KV that is kept on disk, in tokens, pages and bytes.",
+    ),
+)
+"""Reuse beyond the prefix, and the store: a provider's own names are labels."""
 
 
 class RequestObserver(Protocol):

@@ -6,7 +6,6 @@ Fields of those servers that are not served are in `fields`. SamplingParams chec
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvweave.engine.types import RANGES, SamplingParams
 from kvweave.errors import RequestError
 from kvweave.server.fields import (
-    MAX_MOVABLE,
     AllowedIds,
     BadWords,
     CacheSalt,
@@ -32,6 +30,7 @@ from kvweave.server.fields import (
 )
 from kvweave.server.grammars import FIELDS, requested_grammar
 from kvweave.server.prompts import ChatPrompt
+from kvweave.server.reordering import Reorder
 from kvweave.server.tools import ToolChoice, tool_choice
 
 
@@ -60,49 +59,6 @@ class ChatMessage(BaseModel):
         if not self.tool_calls:
             said.pop("tool_calls", None)
         return {**said, "content": self.content or ""}
-
-
-class Reorder(BaseModel):
-    """Neighbouring parts of a message's content that may change places, counted from 0."""
-
-    # An unknown field may be misspelt, and would change the prompt.
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    message: int | None = None
-    """None: the last one."""
-    parts: list[int] = Field(min_length=2, max_length=MAX_MOVABLE)
-
-    def place(self, messages: Sequence[Any]) -> int:
-        """The index of its message."""
-        return len(messages) - 1 if self.message is None else self.message
-
-    def check(self, messages: Sequence[ChatMessage]) -> None:
-        """RequestError if it names a message or parts that do not exist or cannot be reordered."""
-        at = self.place(messages)
-        if not 0 <= at < len(messages):
-            raise RequestError(
-                f"reorder.message is {at}, but messages go from 0 to {len(messages) - 1}",
-                param="reorder.message",
-            )
-        content = messages[at].content
-        if not isinstance(content, tuple):
-            raise RequestError(
-                f"reorder names parts of messages.{at}.content, which is not a list of parts",
-                param="reorder.message",
-            )
-        first, last = min(self.parts), max(self.parts)
-        if first < 0 or last >= len(content):
-            raise RequestError(
-                f"reorder.parts names part {first if first < 0 else last}, but those of "
-                f"messages.{at}.content go from 0 to {len(content) - 1}",
-                param="reorder.parts",
-            )
-        if sorted(self.parts) != list(range(first, last + 1)):
-            raise RequestError(
-                "reorder.parts must be neighbours, each named once, so that nothing else moves: "
-                f"not {self.parts}",
-                param="reorder.parts",
-            )
 
 
 class _Body(BaseModel):

@@ -19,16 +19,60 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvweave.errors import RequestError
 from kvweave.kv.pool import IntArray
 from kvweave.reorder import Pieces, Proposal, confirmed, propose, tokens_within
+from kvweave.server.fields import MAX_MOVABLE
 from kvweave.server.prompts import PART_END, ChatPrompt, Conversation, PromptReader
-from kvweave.server.protocol import Reorder
 from kvweave.server.streaming import ServingEngine
 
 if TYPE_CHECKING:
     from kvweave.engine.engine import Engine
+
+
+class Reorder(BaseModel):
+    """Neighbouring parts of a message's content that may change places, counted from 0."""
+
+    # An unknown field may be misspelt, and would change the prompt.
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    message: int | None = None
+    """None: the last one."""
+    parts: list[int] = Field(min_length=2, max_length=MAX_MOVABLE)
+
+    def place(self, messages: Sequence[Any]) -> int:
+        """The index of its message."""
+        return len(messages) - 1 if self.message is None else self.message
+
+    def check(self, messages: Sequence[Any]) -> None:
+        """RequestError if it names a message or parts that do not exist or cannot be reordered."""
+        at = self.place(messages)
+        if not 0 <= at < len(messages):
+            raise RequestError(
+                f"reorder.message is {at}, but messages go from 0 to {len(messages) - 1}",
+                param="reorder.message",
+            )
+        content = messages[at].content
+        if not isinstance(content, tuple):
+            raise RequestError(
+                f"reorder names parts of messages.{at}.content, which is not a list of parts",
+                param="reorder.message",
+            )
+        first, last = min(self.parts), max(self.parts)
+        if first < 0 or last >= len(content):
+            raise RequestError(
+                f"reorder.parts names part {first if first < 0 else last}, but those of "
+                f"messages.{at}.content go from 0 to {len(content) - 1}",
+                param="reorder.parts",
+            )
+        if sorted(self.parts) != list(range(first, last + 1)):
+            raise RequestError(
+                "reorder.parts must be neighbours, each named once, so that nothing else moves: "
+                f"not {self.parts}",
+                param="reorder.parts",
+            )
 
 
 async def ordered(

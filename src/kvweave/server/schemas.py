@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import BaseModel, Field
-from pydantic.json_schema import models_json_schema
 
 from kvweave.prefix.lease import Tier
-from kvweave.server.access import AccessLevel, Keys
 
 FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
@@ -388,25 +384,7 @@ class Aborted(BaseModel):
     """Requests that were running under that name."""
 
 
-_REFUSALS = {
-    400: "The request cannot be served as asked; `param` names the field.",
-    401: "No key, or a wrong one.",
-    403: "The operators' key is needed, not the clients'.",
-    404: "Unknown path or model.",
-    408: "The body did not arrive in time.",
-    409: "Not possible while requests run.",
-    413: "The body is larger than this server takes.",
-    415: "The body is compressed.",
-    429: "The queue is full; Retry-After says when to try again.",
-    500: "The engine or the server failed on this request; the others go on.",
-    501: "The package of the embedder is not installed.",
-    503: "The engine has stopped, the server is shutting down, or too many connections are open.",
-}
-_REFERENCE = "#/components/schemas/{model}"
-_ALWAYS = (500, 503)
-_WITH_PARAMETERS = (400,)
-_WITH_A_BODY = (400, 408, 413, 415)
-_RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
+REFERENCE = "#/components/schemas/{model}"
 
 
 def answers(
@@ -419,73 +397,14 @@ def answers(
     return {200: success, **{status: {} for status in refusals}}
 
 
-def describe(app: FastAPI, keys: Keys) -> None:
-    """Make `app` publish its document with all error responses in this server's shape."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            with warnings.catch_warnings():  # two methods share a name until _completed
-                warnings.filterwarnings("ignore", message="Duplicate Operation ID")
-                document = generate()
-            app.openapi_schema = _completed(document, keys)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _completed(document: dict[str, Any], keys: Keys) -> dict[str, Any]:
-    components = document["components"]
-    components["schemas"] |= _shapes()
-    for theirs in ("HTTPValidationError", "ValidationError"):
-        components["schemas"].pop(theirs, None)
-    if keys.any:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            if len(operations) > 1:
-                operation["operationId"] = f"{method}_{operation['operationId']}"
-            _complete(operation, AccessLevel.to(path), keys)
-    return document
-
-
-def _complete(operation: dict[str, Any], level: AccessLevel, keys: Keys) -> None:
-    named = operation.pop("responses")
-    operation["responses"] = responses = {"200": named.pop("200")}
-    named.pop("422", None)  # FastAPI's own; validation errors are 400 here
-    statuses = {*map(int, named), *_ALWAYS}
-    if "parameters" in operation:
-        statuses |= set(_WITH_PARAMETERS)
-    if "requestBody" in operation:
-        statuses |= set(_WITH_A_BODY)
-    if keys.for_level(level):
-        statuses |= {401, 403} if keys.two and level is AccessLevel.OPERATOR else {401}
-        operation["security"] = [{"key": []}]
-    for status in sorted(statuses):
-        responses[str(status)] = {
-            "description": _REFUSALS[status],
-            "content": {"application/json": {"schema": _reference(ErrorAnswer)}},
-            **({"headers": _RETRY} if status == 429 else {}),
-        }
-
-
-def _shapes() -> dict[str, Any]:
-    """Schemas that no route names as its response: errors and events of streams."""
-    shapes: list[type[BaseModel]] = [ErrorAnswer, ChatCompletionChunk, NamedEvent, GeneratedText]
-    _, schemas = models_json_schema(
-        [(shape, "serialization") for shape in shapes], ref_template=_REFERENCE
-    )
-    found: dict[str, Any] = schemas["$defs"]
-    return found
-
-
-def _reference(shape: type[BaseModel]) -> dict[str, str]:
-    return {"$ref": _REFERENCE.format(model=shape.__name__)}
+def reference(shape: type[BaseModel]) -> dict[str, str]:
+    """To `shape` among the document's components."""
+    return {"$ref": REFERENCE.format(model=shape.__name__)}
 
 
 def _event(chunk: type[BaseModel]) -> dict[str, Any]:
     """A server-sent event: a chunk or a failure as JSON, or [DONE] at the end."""
     some: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
-    some["contentSchema"] = {"anyOf": [_reference(chunk), _reference(ErrorAnswer)]}
+    some["contentSchema"] = {"anyOf": [reference(chunk), reference(ErrorAnswer)]}
     data = {"anyOf": [{"const": "[DONE]"}, some]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
