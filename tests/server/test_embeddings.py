@@ -72,7 +72,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
     def missing(name):
         raise ConfigError(["pip install it"])
 
-    monkeypatch.setattr("kvweave.server.routes.completions.longest_text", missing)
+    monkeypatch.setattr("kvweave.paraphrase.embedders.longest_text", missing)
     with RunningServer(FakeEngine(), ServerConfig(port=0)) as server, server.client() as client:
         reply = client.post("/v1/embeddings", json={"input": "x"})
     assert reply.status_code == 501
