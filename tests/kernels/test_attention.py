@@ -18,6 +18,7 @@ from kvweave.engine.attention.cpu import CpuAttention
 from kvweave.engine.attention.sdpa import GatheredAttention
 from kvweave.errors import ConfigError
 from kvweave.kv.layout import LayerLayout, Rotary
+from kvweave.kv.tensors import KVTensors
 from support.attention_batches import expected, make_batch, make_kv, shared
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
@@ -70,7 +71,36 @@ def test_random_batches(seed: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
         backend.begin(batch)
         got = backend.attend(query, kv, call)
         assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), right, atol=tolerance, rtol=tolerance)
+        if _rounds_to_bfloat16(backend, kv):
+            _check_rounded(got, batch, query, kv, call, tolerance)
+        else:
+            torch.testing.assert_close(got.double(), right, atol=tolerance, rtol=tolerance)
+
+
+def _rounds_to_bfloat16(backend: AttentionBackend, kv: KVTensors) -> bool:
+    """Whether the kernel has products of two bfloat16 numbers, and uses them for this pool."""
+    level = backend._call.level if isinstance(backend, CpuAttention) else 0  # noqa: SLF001
+    key_dim, value_dim = kv.layouts[0].key_dim, kv.layouts[0].value_dim
+    return level == 3 and kv.dtype == torch.bfloat16 and key_dim % 32 == 0 and value_dim % 16 == 0
+
+
+def _check_rounded(
+    got: torch.Tensor,
+    batch: AttentionBatch,
+    query: torch.Tensor,
+    kv: KVTensors,
+    call: LayerCall,
+    tolerance: float,
+) -> None:
+    """Queries are rounded as the kernel rounds them; a weight may be off by a share of 2^-8."""
+    factor = torch.tensor(call.scale) * (1 if call.softcap else torch.tensor(1.4426950408889634))
+    rounded = (query.float() * factor).bfloat16().double() / factor.double()
+    right = expected(batch, rounded, kv, call)
+    sizes = KVTensors(kv.layouts, kv.num_slots // kv.page_size, kv.page_size, dtype=kv.dtype)
+    sizes.keys[0].copy_(kv.keys[0])
+    sizes.values[0].copy_(kv.values[0].abs())
+    bound = expected(batch, rounded, sizes, call) / 2**8 + tolerance * (1 + right.abs())
+    assert ((got.double() - right).abs() <= bound).all()
 
 
 ROTATIONS = (
@@ -149,7 +179,7 @@ def test_a_result_does_not_depend_on_how_a_prompt_is_cut(
     rotary = Rotary(10_000.0 ** -(np.arange(12) / 12))
     layout = LayerLayout(kv_heads, key_dim, value_dim, window=window, rotary=rotary)
     cases = [(whole, make_kv(whole, layout, kv_dtype, generator))]
-    if kv_dtype == torch.float32:
+    if kv_dtype != torch.int8:
         cases.append(shared(*cases[0], rng))
     query = torch.randn(count, kv_heads * group, key_dim, generator=generator)
     call = LayerCall(0, key_dim**-0.5, window, softcap)

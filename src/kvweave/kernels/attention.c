@@ -139,6 +139,7 @@ int32_t kvweave_attention(const attention_call *call, void *workspace) {
 #if defined(__x86_64__)
     if (call->level == 1) level = &attention_avx2;
     if (call->level == 2) level = &attention_avx512;
+    if (call->level == 3) level = &attention_bf16;
 #endif
     size_t scratch = level->scratch(call);
     if (!make_plan(call, space) || !grow((void **)&space->scratch, &space->scratch_size,

@@ -93,7 +93,7 @@ typedef struct {
 
 extern const attention_level attention_base;
 #if defined(__x86_64__)
-extern const attention_level attention_avx2, attention_avx512;
+extern const attention_level attention_avx2, attention_avx512, attention_bf16;
 #endif
 
 #endif

@@ -9,7 +9,7 @@
 /* An item's queries. */
 typedef struct {
     float *numbers;      /* (pairs, key_dim), scaled */
-    int16_t *shorts;     /* the same as integers, for INT8 keys */
+    int16_t *shorts;     /* the same as integers, for INT8 keys, or as BFLOAT16 */
     float *short_scales; /* (pairs) */
 } query_view;
 
@@ -198,10 +198,38 @@ TARGET static void pack_integers(const attention_call *call, const block_view *v
         }
 }
 
+/* BFLOAT16 keys and values of a block for products of two numbers: (dim / 2, BLOCK) for keys,
+ * (BLOCK / 2, dim) for values, each lane two numbers. */
+TARGET static void pack_two(const attention_call *call, const block_view *view) {
+    const block_place *place = view->place;
+    for (int64_t j = 0; j < BLOCK; j += VL)
+        for (int64_t d = 0; d < call->key_dim; d += 2 * VL) {
+            vf square[VL];
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++)
+                square[i] = load((const float *)(view->keys + place->keys[j + i] + 2 * d));
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++)
+                store(view->packed_keys + (d / 2 + i) * BLOCK + j, square[i]);
+        }
+    for (int64_t i = place->low / 2 * 2; i < place->high; i += 2) {
+        const char *first = view->values + place->values[i];
+        const char *second = view->values + place->values[i + 1];
+        for (int64_t d = 0; d < call->value_dim; d += VL)
+            store(view->packed_values + i / 2 * call->value_dim + d,
+                  weave_rows(first, second, d));
+    }
+}
+
 /* Pack a KV head's part of a block. */
 TARGET static void pack_block(const attention_call *call, int how, const block_view *view) {
     int64_t wide = PADDED(call->value_dim);
     const block_place *place = view->place;
+    if (how == PACKED_TWO) {
+        pack_two(call, view);
+        return;
+    }
     if (how == PACKED_INTEGERS)
         pack_integers(call, view);
     else
@@ -229,7 +257,7 @@ TARGET static void attend_block(const attention_call *call, workplace *at,
                                 int64_t rows, int64_t block) {
     block_view *view = &at->view;
     int64_t dim = call->key_dim;
-    int packed = at->how < DIRECT_FLOAT32;
+    int packed = at->how < DIRECT_TWO;
     if (packed) pack_block(call, at->how, view);
     /* As even as ROWS allows: a tile of few rows leaves registers unused. */
     int64_t tiles = (rows + ROWS - 1) / ROWS, row = 0;
@@ -243,14 +271,17 @@ TARGET static void attend_block(const attention_call *call, workplace *at,
             prefetch_next(call, view, t * BLOCK / tiles, (t + 1) * BLOCK / tiles);
         if (positions[height - 1] >= block + view->place->low &&
             lowest_seen(call, positions[0]) < block + view->place->high) {
-            switch (height * 5 + at->how) {
+            switch (height * WAYS + at->how) {
 #define TILE(n, how)                                                                               \
-    case n * 5 + how:                                                                              \
+    case n * WAYS + how:                                                                              \
         attend_tile(n, how, call, view, q, shorts, scales, part, base + row, positions, block);    \
         break;
 #define TILES(how) TILE(1, how) TILE(2, how) TILE(3, how) TILE(4, how) TILE(5, how) TILE(6, how)
                 TILES(PACKED) TILES(PACKED_INTEGERS)
                 TILES(DIRECT_FLOAT32) TILES(DIRECT_BFLOAT16) TILES(DIRECT_INT8)
+#if TWO_PRODUCTS
+                TILES(PACKED_TWO) TILES(DIRECT_TWO)
+#endif
             }
             if (!packed) view->next = NULL; /* fetched by now */
         }
@@ -258,10 +289,13 @@ TARGET static void attend_block(const attention_call *call, workplace *at,
     }
 }
 
-/* The queries as integers, where they are wanted so. */
+/* The queries as integers, or as BFLOAT16, where they are wanted so. */
 TARGET static void shorten(const attention_call *call, const workplace *at, int64_t pairs,
                            const query_view *queries) {
     int64_t dim = call->key_dim;
+    if (at->how == PACKED_TWO || at->how == DIRECT_TWO)
+        for (int64_t i = 0; i < pairs * dim; i += VL)
+            narrow_floats(load(queries->numbers + i), (uint16_t *)queries->shorts + i);
     if (at->how != PACKED_INTEGERS && at->how != DIRECT_INT8) return;
     for (int64_t r = 0; r < pairs; r++)
         quantize_short(queries->numbers + r * dim, dim, queries->shorts + r * dim,
@@ -376,12 +410,14 @@ TARGET static void attend_item(const attention_call *call, const attention_item 
     int64_t all = rows * (item->head_end - item->head), stride = PARTIAL_FLOATS(call),
             wide = PADDED(call->value_dim);
     int integers = INTEGER_PRODUCTS && call->type == INT8 && call->key_dim % (4 * VL) == 0;
-    at.how = integers ? PACKED_INTEGERS : PACKED;
+    int two = TWO_PRODUCTS && call->type == BFLOAT16 && call->key_dim % (2 * VL) == 0 &&
+              call->value_dim == wide;
+    at.how = integers ? PACKED_INTEGERS : two ? PACKED_TWO : PACKED;
     /* More than one tile pays for packing. Both ways give the same bits: an answer must not depend
      * on how its prompt was cut into chunks. */
     if (rows <= ROWS && call->value_dim == wide && call->key_dim % VL == 0 &&
         integers == (call->type == INT8))
-        at.how = DIRECT_FLOAT32 + call->type;
+        at.how = two ? DIRECT_TWO : DIRECT_FLOAT32 + call->type;
     else if (call->value_dim < wide)
         memset(at.view.packed_values, 0, sizeof(float) * BLOCK * wide);
     gather_queries(call, item, &at);

@@ -7,9 +7,11 @@
  * of ROWS x (PANEL * VL) results, over keys and values packed to float32, keys transposed so that
  * lanes run over keys. Where a KV head has too few queries to pay for packing, keys and values are
  * read where they lie ("direct"), and keys transposed in registers. Both ways add in one order, so
- * that a token's result depends neither on the other tokens nor on their number. All arithmetic is
- * float32, but for products of INT8 keys, which are those of integers where there are instructions
- * for them: queries are rounded to 16 bits.
+ * that a token's result depends neither on the other tokens nor on their number.
+ *
+ * Arithmetic is float32, but where the processor has other instructions: products with INT8 keys are
+ * those of integers, and queries are rounded to 16 bits; products with BFLOAT16 keys and values are
+ * of two numbers with two, and queries and weights are rounded to BFLOAT16.
  * Scores are kept in powers of two: log2(e) is folded into the queries' scale.
  */
 #include "attention.h"
@@ -64,8 +66,10 @@ static int64_t lowest_seen(const attention_call *call, int64_t position) {
 INLINE void prefetch(const char *line) { __builtin_prefetch(line, 0, 2); }
 
 /* c = (fade ? fade * c : 0) + a x b, for `rows` rows and `panel` vectors of columns. Row k of b is
- * at b + k * b_stride, in float32; or, if `places` is given, at bytes b + places[k], as stored. */
-INLINE void multiply(int rows, int panel, int type, int64_t depth, const float *a,
+ * at b + k * b_stride, in float32; or, if `places` is given, at bytes b + places[k], as stored.
+ * With `two`, a is BFLOAT16, and its numbers k and k + 1 are multiplied at once; depth is even, and
+ * rows k and k + 1 of b are woven at b + k / 2 * b_stride, or, if `places` is given, woven here. */
+INLINE void multiply(int rows, int panel, int two, int type, int64_t depth, const void *a,
                      int64_t a_stride, const char *b, int64_t b_stride, const int64_t *places,
                      const int64_t *next, float *c, int64_t c_stride, const float *fade) {
     vf sum[ROWS][PANEL];
@@ -74,19 +78,26 @@ INLINE void multiply(int rows, int panel, int type, int64_t depth, const float *
 #pragma GCC unroll 4
         for (int j = 0; j < panel; j++)
             sum[r][j] = fade ? load(c + r * c_stride + j * VL) * fade[r] : (vf){0};
-    for (int64_t k = 0; k < depth; k++) {
+    for (int64_t k = 0; k < depth; k += 1 + two) {
         vf column[PANEL];
-        const char *row = b + (places ? places[k] : k * b_stride * 4);
+        const char *row = b + (places ? places[k] : k / (1 + two) * b_stride * 4);
 #pragma GCC unroll 4
-        for (int j = 0; j < panel; j++) column[j] = load_stored(type, row, j * VL);
+        for (int j = 0; j < panel; j++)
+            column[j] = two && places ? weave_rows(row, b + places[k + 1], j * VL)
+                                      : load_stored(two ? FLOAT32 : type, row, j * VL);
         if (next)
-            for (int i = 0; i < panel * VL * BYTES(type); i += LINE)
+            for (int i = 0; i < panel * VL * BYTES(type); i += LINE) {
                 prefetch(b + next[k] + i);
+                if (two) prefetch(b + next[k + 1] + i);
+            }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            vf factor = splat(a[r * a_stride + k]);
+            const float *one = (const float *)a + r * a_stride + k;
+            const uint16_t *both = (const uint16_t *)a + r * a_stride + k;
 #pragma GCC unroll 4
-            for (int j = 0; j < panel; j++) sum[r][j] += factor * column[j];
+            for (int j = 0; j < panel; j++)
+                sum[r][j] = two ? add_two_products(sum[r][j], column[j], both)
+                                : sum[r][j] + splat(*one) * column[j];
         }
     }
 #pragma GCC unroll 8
@@ -96,22 +107,23 @@ INLINE void multiply(int rows, int panel, int type, int64_t depth, const float *
 }
 
 /* The same for all columns, panel by panel. */
-INLINE void multiply_all(int rows, int64_t columns, int type, int64_t depth, const float *a,
-                         int64_t a_stride, const char *b, int64_t b_stride, const int64_t *places,
+INLINE void multiply_all(int rows, int64_t columns, int two, int type, int64_t depth,
+                         const void *a, int64_t a_stride, const char *b, int64_t b_stride, const int64_t *places,
                          const int64_t *next, float *c, int64_t c_stride, const float *fade) {
     int64_t j = 0, size = BYTES(type);
     for (; j + PANEL * VL <= columns; j += PANEL * VL)
-        multiply(rows, PANEL, type, depth, a, a_stride, b + j * size, b_stride, places, next,
+        multiply(rows, PANEL, two, type, depth, a, a_stride, b + j * size, b_stride, places, next,
                  c + j, c_stride, fade);
     for (; j < columns; j += VL)
-        multiply(rows, 1, type, depth, a, a_stride, b + j * size, b_stride, places, next, c + j,
+        multiply(rows, 1, two, type, depth, a, a_stride, b + j * size, b_stride, places, next, c + j,
                  c_stride, fade);
 }
 
 /* Add to the scores of `rows` queries with VL keys from `j` of a block what dimensions from `d` on
- * give: VL of them, or, where `two` BFLOAT16 numbers are moved as one float, 2 * VL. */
-INLINE void dot_square(int rows, int type, int two, int64_t dim, int64_t d, int64_t j,
-                       const float *queries, const block_view *view, vf *sum) {
+ * give: VL of them, or, where `two` BFLOAT16 numbers are moved as one float, 2 * VL. With
+ * `products` these are multiplied so, and queries are BFLOAT16. */
+INLINE void dot_square(int rows, int type, int two, int products, int64_t dim, int64_t d,
+                       int64_t j, const void *queries, const block_view *view, vf *sum) {
     const int64_t *places = view->place->keys, *next = view->next ? view->next->keys : NULL;
     int64_t byte = d * BYTES(type);
     vf square[VL];
@@ -124,7 +136,14 @@ INLINE void dot_square(int rows, int type, int two, int64_t dim, int64_t d, int6
     transpose(square);
 #pragma GCC unroll 16
     for (int i = 0; i < VL; i++) {
-        const float *query = queries + d + i + two * i;
+        if (products) {
+            const uint16_t *both = (const uint16_t *)queries + d + 2 * i;
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+                sum[r] = add_two_products(sum[r], square[i], both + r * dim);
+            continue;
+        }
+        const float *query = (const float *)queries + d + i + two * i;
         vf first = two ? first_of_two(square[i]) : square[i];
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) sum[r] += splat(query[r * dim]) * first;
@@ -138,7 +157,7 @@ INLINE void dot_square(int rows, int type, int two, int64_t dim, int64_t d, int6
 
 /* Scores of `rows` queries with a block's keys where they lie. Keys are transposed in registers, so
  * that a score adds its products in the order of dimensions, as it does with packed keys. */
-INLINE void dot_all(int rows, int type, int64_t dim, const float *queries,
+INLINE void dot_all(int rows, int type, int products, int64_t dim, const void *queries,
                     const block_view *view) {
     for (int64_t j = view->place->low / VL * VL; j < view->place->high; j += VL) {
         vf sum[ROWS];
@@ -147,8 +166,8 @@ INLINE void dot_all(int rows, int type, int64_t dim, const float *queries,
         for (int r = 0; r < rows; r++) sum[r] = (vf){0};
         if (type == BFLOAT16)
             for (; d + 2 * VL <= dim; d += 2 * VL)
-                dot_square(rows, type, 1, dim, d, j, queries, view, sum);
-        for (; d < dim; d += VL) dot_square(rows, type, 0, dim, d, j, queries, view, sum);
+                dot_square(rows, type, 1, products, dim, d, j, queries, view, sum);
+        for (; d < dim; d += VL) dot_square(rows, type, 0, 0, dim, d, j, queries, view, sum);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) store(view->scores + r * BLOCK + j, sum[r]);
     }
@@ -284,9 +303,25 @@ INLINE void scale_row(float *row, const float *scales) {
     for (int j = 0; j < BLOCK; j += VL) store(row + j, load(row + j) * load(scales + j));
 }
 
-/* How a tile reads its block: packed, to floats or for products of integers; or where it lies,
- * DIRECT_FLOAT32 + the type. */
-enum { PACKED, PACKED_INTEGERS, DIRECT_FLOAT32, DIRECT_BFLOAT16, DIRECT_INT8 };
+/* A block's weights, rounded, in their place: as many bytes from the row's start as they need. */
+INLINE void narrow_row(float *row) {
+    for (int j = 0; j < BLOCK; j += VL) narrow_floats(load(row + j), (uint16_t *)row + j);
+}
+
+/* How a tile reads its block: packed, to floats or for products of integers or of two BFLOAT16
+ * numbers; or where it lies, for products of two, or as DIRECT_FLOAT32 + the type. */
+enum {
+    PACKED,
+    PACKED_INTEGERS,
+    PACKED_TWO,
+    DIRECT_TWO,
+    DIRECT_FLOAT32,
+    DIRECT_BFLOAT16,
+    DIRECT_INT8,
+    WAYS
+};
+_Static_assert(DIRECT_BFLOAT16 == DIRECT_FLOAT32 + BFLOAT16 && DIRECT_INT8 == DIRECT_FLOAT32 + INT8,
+               "in the order of number types");
 
 /* `rows` pairs, from `row` of the part on, attend to the block that begins at position `block`. */
 INLINE void attend_tile(int rows, int how, const attention_call *call, const block_view *view,
@@ -296,22 +331,27 @@ INLINE void attend_tile(int rows, int how, const attention_call *call, const blo
     const block_place *place = view->place;
     int64_t dim = call->key_dim, wide = PADDED(call->value_dim), first = BLOCK, last = 0;
     float fade[PADDED(ROWS)] = {0}, fresh[ROWS], *scores = view->scores, *sums = part->sums + row * wide;
-    int type = how - DIRECT_FLOAT32;
+    int two = how == PACKED_TWO || how == DIRECT_TWO, packed = how < DIRECT_TWO;
+    int type = two ? BFLOAT16 : how - DIRECT_FLOAT32;
     if (how == PACKED)
-        multiply_all(rows, BLOCK, 0, dim, queries, dim, (char *)view->packed_keys, BLOCK, NULL,
-                     NULL, scores, BLOCK, NULL);
+        multiply_all(rows, BLOCK, 0, FLOAT32, dim, queries, dim, (char *)view->packed_keys, BLOCK,
+                     NULL, NULL, scores, BLOCK, NULL);
+    else if (how == PACKED_TWO)
+        multiply_all(rows, BLOCK, 1, FLOAT32, dim, shorts, dim, (char *)view->packed_keys, BLOCK,
+                     NULL, NULL, scores, BLOCK, NULL);
     else if (how == PACKED_INTEGERS)
         multiply_integers(rows, dim, shorts, short_scales, view);
     else if (how == DIRECT_INT8)
         dot_integers(rows, dim, shorts, short_scales, view);
     else
-        dot_all(rows, type, dim, queries, view);
+        dot_all(rows, type, two, dim, two ? (const void *)shorts : queries, view);
     for (int r = 0; r < rows; r++) {
         int64_t to = smaller_of(positions[r] + 1 - block, place->high);
         int64_t from = larger_of(lowest_seen(call, positions[r]) - block, place->low);
         fresh[r] = weigh(scores + r * BLOCK, from, to, call->softcap, part->maximum + row + r,
                          fade + r);
         if (call->type == INT8) scale_row(scores + r * BLOCK, view->value_scales);
+        if (two) narrow_row(scores + r * BLOCK);
         first = smaller_of(first, from);
         last = larger_of(last, to);
     }
@@ -319,12 +359,20 @@ INLINE void attend_tile(int rows, int how, const attention_call *call, const blo
     for (int r = 0; r < ROWS; r += VL) store(fade + r, exp2_of(-load(fade + r)));
     for (int r = 0; r < rows; r++)
         part->weights[row + r] = part->weights[row + r] * fade[r] + fresh[r];
-    if (how < DIRECT_FLOAT32)
-        multiply_all(rows, wide, 0, last - first, scores + first, BLOCK,
-                     (char *)(view->packed_values + first * wide), wide, NULL, NULL, sums, wide,
-                     fade);
+    const void *seen = scores + first;
+    int64_t stride = BLOCK;
+    if (two) { /* whole pairs: a weight beside the visible ones is 0 */
+        first &= ~1;
+        last = (last + 1) & ~1;
+        seen = (const uint16_t *)scores + first;
+        stride = 2 * BLOCK;
+    }
+    if (packed)
+        multiply_all(rows, wide, two, FLOAT32, last - first, seen, stride,
+                     (char *)(view->packed_values + first / (1 + two) * wide), wide, NULL, NULL,
+                     sums, wide, fade);
     else
-        multiply_all(rows, wide, type, last - first, scores + first, BLOCK, view->values, 0,
+        multiply_all(rows, wide, two, type, last - first, seen, stride, view->values, 0,
                      place->values + first, view->next ? view->next->values + first : NULL, sums,
                      wide, fade);
 }

@@ -2,12 +2,13 @@
 #include "attention.h"
 #include "move.h"
 
-/* The best level: 0 nothing in particular, 1 AVX2 (with FMA and F16C), 2 AVX-512. All below it work, too. */
+/* The best level: 0 nothing in particular, 1 AVX2 (with FMA and F16C), 2 AVX-512, 3 its
+ * products of bfloat16 numbers as well. All below it work, too. */
 int32_t kvweave_level(void) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return 2;
+        return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
         __builtin_cpu_supports("f16c"))
         return 1;

@@ -8,7 +8,7 @@ void kvweave_move(const move_call *call) {
     move_kernel *kernel = move_base;
 #if defined(__x86_64__)
     if (call->level == 1) kernel = move_avx2;
-    if (call->level == 2) kernel = move_avx512;
+    if (call->level >= 2) kernel = move_avx512;
 #endif
     int64_t tokens = call->run_start[call->runs];
     int64_t chunks = (tokens + MOVE_CHUNK - 1) / MOVE_CHUNK, next = 0;
@@ -32,7 +32,7 @@ void kvweave_quantize(const quantize_call *call) {
     quantize_kernel *kernel = quantize_kv_base;
 #if defined(__x86_64__)
     if (call->level == 1) kernel = quantize_kv_avx2;
-    if (call->level == 2) kernel = quantize_kv_avx512;
+    if (call->level >= 2) kernel = quantize_kv_avx512;
 #endif
     kernel(call);
 }

@@ -222,6 +222,40 @@ INLINE void store_one(int type, void *to, int64_t i, float x) {
     ((uint16_t *)to)[i] = (uint16_t)(x == x ? bits : 0x7FC0);
 }
 
+/* Whether there is an instruction for `add_two_products`. */
+#if !defined(TWO_PRODUCTS)
+#define TWO_PRODUCTS 0
+#endif
+
+/* VL floats, rounded to BFLOAT16 as `store_stored` does. Numbers below 1.2e-38 may become zero. */
+INLINE void narrow_floats(vf x, uint16_t *to) {
+#if TWO_PRODUCTS
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    store_stored(BFLOAT16, to, 0, x);
+#endif
+}
+
+/* In each lane, sum + products of its two BFLOAT16 numbers with the two that `both` points to.
+ * Few processors have an instruction for it. */
+INLINE vf add_two_products(vf sum, vf numbers, const uint16_t *both) {
+#if TWO_PRODUCTS
+    int32_t bits;
+    memcpy(&bits, both, sizeof bits);
+    vi other = bits - (vi){0};
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)numbers, (__m512bh)other);
+#else
+    sum += second_of_two(numbers) * load_one(BFLOAT16, both, 1);
+    return sum + first_of_two(numbers) * load_one(BFLOAT16, both, 0);
+#endif
+}
+
+/* Two rows of BFLOAT16 numbers, VL of each from element i on, side by side in each lane. */
+INLINE vf weave_rows(const void *first, const void *second, int64_t i) {
+    return (vf)(widen_shorts((const uint16_t *)first + i) |
+                widen_shorts((const uint16_t *)second + i) << 16);
+}
+
 /* `count` numbers as float32, each times `scale`. */
 INLINE void widen(int type, const void *from, int64_t count, float scale, float *to) {
     int64_t i = 0;
