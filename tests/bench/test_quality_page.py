@@ -74,6 +74,8 @@ def test_every_promised_figure_is_there_and_right() -> None:
         "gold_warm": 1 / 3,
         "decoy_cold": 1 / 3,
         "decoy_warm": 1 / 3,
+        "gold_f1_cold": 4 / 9,
+        "gold_f1_warm": 2 / 9,
         "reused_share": 0.9,
         "refreshed_share": 0.1,
         "first_token_speedup": 4.0,
@@ -95,7 +97,7 @@ def test_one_wrong_position_is_not_averaged_away() -> None:
 def test_scenarios_without_facts_have_no_figures_on_them() -> None:
     cases = [replace(case, gold=None, decoy=None) for case in CASES]
     names = {each.metric for each in figures(cases, PAIRS)}
-    assert not {"gold_cold", "gold_warm", "decoy_cold", "decoy_warm"} & names
+    assert not {"gold_cold", "gold_warm", "decoy_cold", "decoy_warm", "gold_f1_warm"} & names
     cases = [replace(case, decoy=None) for case in CASES]
     names = {each.metric for each in figures(cases, PAIRS)}
     assert {"gold_cold", "gold_warm"} <= names

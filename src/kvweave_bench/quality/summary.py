@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvweave.engine.selfcheck.measure import Verdict, verdict
 from kvweave_bench.measure import Against, paired_ratios
-from kvweave_bench.quality.metrics import Estimate, bootstrap, share
+from kvweave_bench.quality.metrics import Estimate, bootstrap, share, token_f1
 from kvweave_bench.quality.pairs import Compared, Pair
 from kvweave_bench.quality.writer import Case
 from kvweave_bench.report import Row
@@ -93,7 +93,8 @@ def row_of(variant: str, figure: Figure) -> Row:
 
 
 def _facts(cases: Sequence[Case], pairs: Sequence[Pair]) -> list[Figure]:
-    """How often the prompt's own fact was given, and the donor's in its place."""
+    """How often the prompt's own fact was given, and the donor's in its place; words in common
+    with the former."""
     found = []
     asked = [pair for pair in pairs if cases[pair.case].gold is not None]
     tempted = [pair for pair in asked if cases[pair.case].decoy is not None]
@@ -103,6 +104,10 @@ def _facts(cases: Sequence[Case], pairs: Sequence[Pair]) -> list[Figure]:
             warm = _share(fact_of(cases[pair.case], pair.warm_text) == wanted for pair in judged)
             found.append(Figure(f"{wanted}_cold", cold, "share of answers"))
             found.append(Figure(f"{wanted}_warm", warm, "share of answers"))
+    for metric, text in (("gold_f1_cold", "cold_text"), ("gold_f1_warm", "warm_text")):
+        scores = [token_f1(cases[pair.case].gold or "", getattr(pair, text)) for pair in asked]
+        if scores:
+            found.append(Figure(metric, bootstrap(scores), "F of words, against the fact"))
     return found
 
 
