@@ -79,7 +79,7 @@ def test_random_batches(seed: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
 
 def _rounds_to_bfloat16(backend: AttentionBackend, kv: KVTensors) -> bool:
     """Whether the kernel has products of two bfloat16 numbers, and uses them for this pool."""
-    level = backend._call.level if isinstance(backend, CpuAttention) else 0  # noqa: SLF001
+    level = backend._call.level if isinstance(backend, CpuAttention) else 0
     key_dim, value_dim = kv.layouts[0].key_dim, kv.layouts[0].value_dim
     return level == 3 and kv.dtype == torch.bfloat16 and key_dim % 32 == 0 and value_dim % 16 == 0
 
