@@ -80,11 +80,17 @@ def engines(
 
 
 _KEYS = ("api_key", "admin_api_key")
-_RAYS = (
-    *("host", "port", "max_connections", "keep_alive_seconds", "drain_seconds"),
-    *("log_level", "log_format", "ray_address"),
+_SET_IN_RAY = (
+    "host",
+    "port",
+    "max_connections",
+    "keep_alive_seconds",
+    "drain_seconds",
+    "log_level",
+    "log_format",
+    "ray_address",
 )
-"""Settings without a meaning behind Serve's own proxies."""
+"""Settings that have no effect behind Serve's own proxies."""
 
 
 class Ingress:
@@ -93,7 +99,6 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, handle: Any, server: ServerConfig, cluster: ClusterConfig
     ) -> None:
-        from kvweave.cluster.replica import RemoteEngine
         from kvweave.explorer.routes import build_app
 
         facts = await handle.facts.remote()
@@ -104,10 +109,10 @@ class Ingress:
         )
 
     async def __call__(self, request: Request) -> Response:
-        return _Through(self._app)
+        return _AsgiResponse(self._app)
 
 
-class _Through(Response):
+class _AsgiResponse(Response):
     """A response that an ASGI application sends."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -131,11 +136,13 @@ def app(arguments: dict[str, Any]) -> Application:
 def settings(arguments: dict[str, Any]) -> tuple[EngineConfig, ClusterConfig, ServerConfig]:
     """Settings by name, as texts or values; ConfigError lists all problems."""
     problems = [
-        f"{name} is not set here, but in Ray's settings" for name in _RAYS if name in arguments
+        f"{name} is not set here, but in Ray's settings"
+        for name in arguments
+        if name in _SET_IN_RAY
     ]
-    left = [(name, value) for name, value in arguments.items() if name not in _RAYS]
+    ours = [(name, value) for name, value in arguments.items() if name not in _SET_IN_RAY]
     groups = (EngineConfig, ClusterConfig, ServerConfig)
-    values = read(left, kinds_of(*groups), problems)
+    values = read(ours, kinds_of(*groups), problems)
     config, cluster, server = make(groups, values, problems)
     config.warn_without_effect(values)
     if not server.has_key:  # Serve's proxies choose the address
@@ -277,7 +284,8 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
         if request is None or pending_request is None or not known:
             return [candidate_replicas]
         self._forget_unsent()
-        keys = self._keys(request, self._followed[known[0].replica_id].keying)
+        keying = self._followed[known[0].replica_id].keying
+        keys = PromptKeys(np.array(request.prompt_ids, np.int32), request.cache_salt, keying)
         loads = {each.replica_id: self._followed[each.replica_id].load_for(keys) for each in known}
         order = ranked(loads, keys.length, self._weights)
         best = loads[order[0]].overlap
@@ -309,9 +317,6 @@ class OverlapRouter(RequestRouter):  # type: ignore[misc]  # untyped where Ray i
         if booking is not None and booking.replica == replica_id:  # otherwise it was rerouted
             del self._bookings[internal_request_id]
             self._release(booking)
-
-    def _keys(self, request: GenerateRequest, keying: Keying) -> PromptKeys:
-        return PromptKeys(np.array(request.prompt_ids, np.int32), request.cache_salt, keying)
 
     def _book(self, pending: PendingRequest, booking: _Booking) -> None:
         name = pending.metadata.internal_request_id

@@ -160,15 +160,13 @@ class ReplicaView:
         return np.concatenate(runs[::-1])[max(0, length - count) :]
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
-    __slots__ = ("anchors", "end", "parent", "tokens")
-
-    def __init__(self, parent: int | None, tokens: IntArray, end: int, anchors: list[int]) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.end = end
-        """Position after its last token."""
-        self.anchors = anchors
+    parent: int | None
+    tokens: IntArray
+    end: int
+    """Position after its last token."""
+    anchors: list[int]
 
 
 def _anchor_seed(salt: str | None) -> int:

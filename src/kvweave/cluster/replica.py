@@ -65,12 +65,14 @@ class EngineReplica:
         config, check = await asyncio.to_thread(guarded, config, loaded)
         self._facts = engine_info(loaded, config, check)
         engine = Engine(_publishing(config, ray.util.get_node_ip_address()), loaded)
+        events: Any = engine.components.events
         self._metadata = {
             "model": loaded.identity,
             "page_size": config.cache.page_size,
             "stride": config.fuzzy.stride,
             "moves": exact_form(config.cache.prefix_cache_backend) is not None,
-            **_addresses(engine),
+            "events": events.endpoint,
+            "replay": events.replay_endpoint,
         }
         self._engine = AsyncEngine(engine)
         self._answering = 0
@@ -143,11 +145,6 @@ def _publishing(config: EngineConfig, address: str) -> EngineConfig:
     return replace(config, cache=replace(config.cache, kv_events_config=json.dumps(events)))
 
 
-def _addresses(engine: Any) -> dict[str, str]:
-    publisher = engine.components.events
-    return {"events": publisher.endpoint, "replay": publisher.replay_endpoint}
-
-
 class RemoteEngine:
     """A `server.streaming.ServingEngine` over a handle to EngineReplica deployments."""
 
@@ -182,14 +179,14 @@ class RemoteEngine:
         If a replica dies before the first delta, another one takes the request.
         """
         for tries_left in reversed(range(_TRIES)):
-            said = False
+            begun = False
             try:
                 async for delta in self._ask(request):
-                    said = True
+                    begun = True
                     yield delta
                 return
             except RayActorError:
-                if said or not tries_left:
+                if begun or not tries_left:
                     raise RequestError(
                         "the replica that worked on this answer died; ask again", status=503
                     ) from None

@@ -7,7 +7,6 @@ do not overlap and cover as much as the rules allow, with as few seams as possib
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.provider import Candidate
@@ -71,7 +70,7 @@ def _usable(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Can
     """The part of `run` that may be moved, without both texts' edges; maybe below 1 token."""
     sinks = config.sink_tokens
     start = max(run.start, exact, sinks, run.start + sinks - run.donor_start)
-    return _cut(run, start, min(run.end, length - config.min_suffix))
+    return run.part(start, min(run.end, length - config.min_suffix))
 
 
 def _cover(runs: list[Candidate], shortest: int) -> list[Candidate]:
@@ -94,9 +93,9 @@ def _cover(runs: list[Candidate], shortest: int) -> list[Candidate]:
             lent = furthest.end - shortest
             if furthest.end <= reached or lent - pieces[-1].start < shortest:
                 continue
-            pieces[-1] = _cut(pieces[-1], pieces[-1].start, lent)
+            pieces[-1] = pieces[-1].part(pieces[-1].start, lent)
             reached = lent
-        pieces.append(_cut(furthest, reached, furthest.end))
+        pieces.append(furthest.part(reached, furthest.end))
         reached = furthest.end
     return pieces
 
@@ -105,17 +104,8 @@ def _limited(pieces: list[Candidate], most: int, shortest: int) -> list[Candidat
     """At most `most` tokens of `pieces`, the longest first."""
     kept = []
     for piece in sorted(pieces, key=lambda piece: -piece.length):
-        piece = _cut(piece, piece.start, min(piece.end, piece.start + most))
+        piece = piece.part(piece.start, min(piece.end, piece.start + most))
         if piece.length >= shortest:
             kept.append(piece)
             most -= piece.length
     return sorted(kept, key=lambda piece: piece.start)
-
-
-def _cut(run: Candidate, start: int, end: int) -> Candidate:
-    """The part of `run` that serves positions `start` to `end` of the prompt."""
-    if (start, end) == (run.start, run.end):
-        return run
-    return replace(
-        run, start=start, length=end - start, donor_start=run.donor_start + start - run.start
-    )

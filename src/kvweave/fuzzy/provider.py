@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, TypeAlias, cast
 
 from kvweave.config import FuzzyConfig
@@ -57,6 +57,13 @@ class Candidate:
     @property
     def donor_end(self) -> int:
         return self.donor_start + self.length
+
+    def part(self, start: int, end: int) -> Candidate:
+        """The part of a moved run that serves positions `start` to `end` of the prompt."""
+        if (start, end) == (self.start, self.end):
+            return self
+        donor_start = self.donor_start + start - self.start
+        return replace(self, start=start, length=end - start, donor_start=donor_start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -60,8 +60,8 @@ def register() -> None:
 def build(context: Any) -> Any:
     """The factory: SGLang's TreeCacheBuildContext to a cache.
 
-    Raises ConfigError for settings that do not work, and UnsupportedModelError for a model or an
-    SGLang set up in a way that moved KV does not fit; both say all there is to say at once.
+    Raises ConfigError for wrong settings, and UnsupportedModelError for a model, an SGLang or flags
+    that do not allow moved KV. Both list all problems at once.
     """
     from kvweave.integrations.sglang.cache import build_cache
 
@@ -85,25 +85,25 @@ def register_hooks() -> None:
         HookRegistry.register(target, hook, kind)
 
 
-def first_chunk(original: Callable[..., Any], adder: Any, req: Any, **asked: Any) -> Any:
+def first_chunk(original: Callable[..., Any], adder: Any, req: Any, **options: Any) -> Any:
     """Around `_select_prefill_admission`: the chunk of a new request ends where a run begins."""
     cache = _ours(adder)
     if cache is None:
-        return original(adder, req, **asked)
-    position = req.prefix_len + asked["host_hit_length"]
+        return original(adder, req, **options)
+    position = req.prefix_len + options["host_hit_length"]
     budget = adder.rem_chunk_tokens
     loans = cache.loans_behind(req, position)
     if loans and budget is not None:
         adder.rem_chunk_tokens = min(budget, loans[0].run.start - position)
     try:
-        admission = original(adder, req, **asked)
+        admission = original(adder, req, **options)
     finally:
         adder.rem_chunk_tokens = budget
     if not getattr(admission, "is_chunked", False):
         return admission
-    if asked["has_chunked_req"] or adder.new_chunked_req is not None:
-        # SGLang keeps one request in chunks at a time. A chunk used to take all that a batch may
-        # hold, so that no second one came up; ours are shorter.
+    if options["has_chunked_req"] or adder.new_chunked_req is not None:
+        # SGLang keeps at most one request in chunks. Its own chunks fill a batch, so it never
+        # meets a second one; a chunk that ends at a run leaves room for one.
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         return AddReqResult.OTHER
@@ -166,6 +166,6 @@ def add_state(result: Any, controller: Any, *_: Any) -> None:
 
 
 def _ours(adder: Any) -> Any | None:
-    """The adder's cache if it is one of ours that lends runs between chunks."""
+    """The adder's cache if it is the plug-in's and lends runs between chunks; else None."""
     cache = adder.tree_cache
     return cache if getattr(cache, "chunked", False) and cache.lends else None

@@ -1,10 +1,10 @@
 """SGLang's radix cache with moved runs, and its factory.
 
-A run right behind the exact prefix takes the way that SGLang has for KV which is not on the device
-yet: `match_prefix` reports it as a host hit, admission calls `init_load_back`, and that fills slots
-which belong to the request. The runs behind it come in between prefill chunks, see `chunks`.
+A run directly behind the exact prefix uses SGLang's path for KV that is not on the device yet:
+`match_prefix` reports it as a host hit, admission calls `init_load_back`, and that fills slots that
+belong to the request. Later runs are lent between prefill chunks, by the hooks in the package.
 
-What is approximate never spreads: a request that was lent a span never inserts anything again
+Approximate KV never spreads: a request that was lent a run inserts nothing from then on
 (`skip_radix_cache_insert`), and its slots are freed with it. So every donor is exact.
 """
 
@@ -43,6 +43,8 @@ from kvweave.integrations.sglang.runs import Counts, Run, runs_of
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Namespace, RequestView
 
+_log = logging.getLogger(__name__)
+
 OPT_OUT = "kvweave_fuzzy"
 """`"custom_params": {"kvweave_fuzzy": false}` among the sampling parameters keeps one exact."""
 
@@ -74,10 +76,8 @@ def namespace_of(holder: Any) -> Namespace:
     return Namespace("", holder.extra_key, holder.cache_salt or None)
 
 
-_log = logging.getLogger(__name__)
-
 _STALE_TRIES = 4
-"""Donors that SGLang evicted unseen, before a prompt's look-up is given up."""
+"""Look-ups of one prompt that find donors which SGLang has evicted, before it gets no runs."""
 
 
 class _Found(NamedTuple):
@@ -128,14 +128,14 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         alone: bool = True,
         chunked: bool = True,
     ) -> None:
-        """Begin to lend; the cache is empty still.
+        """Begin to lend. The cache must be empty.
 
-        `alone`: no other rank decides alike. `chunked`: chunks may be ended for runs.
+        `alone`: there are no other ranks. `chunked`: chunks may be ended for runs.
         """
         self.mirror, self.mover, self._config = mirror, mover, config
         self.alone, self.chunked = alone, chunked
         self.lends = True
-        """Until a fault of ours."""
+        """False after a fault of the plug-in."""
         self._found: WeakKeyDictionary[Any, _Found] = WeakKeyDictionary()
         """By request: a waiting one is matched again at every step."""
         self._lent: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
@@ -232,7 +232,7 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         found = self._found.get(req)
         nothing = 0, req.last_node
         if found is None or found.front is None or found.version != self.mirror.version:
-            return nothing  # its donors may have other names by now
+            return nothing  # the pages that it names may hold other text by now
         if (req.prefix_len, params.host_hit_length) != (found.exact, found.front.length):
             return nothing
         try:
@@ -241,7 +241,7 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.fault("lending")
             slots = None
         if slots is None:
-            # Until something else is to be found; what it may still get, it was promised already.
+            # Not tried again until the mirror changes. The runs behind it may still be lent.
             self._found[req] = found._replace(runs=found.runs[1:])
             return nothing
         self._lent[req] = slots
@@ -327,16 +327,17 @@ class FuzzyRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.stop("noting what is cached")
 
     def fault(self, doing: str) -> None:
-        """Called where an exception is handled that one rank of several may meet alone.
+        """Handle the current exception, which other ranks may not have met.
 
-        Others have lent a run then, and must not go on without this one: it stops, by raising.
+        They have lent the run then and must not go on without this rank, so it stops: the exception
+        is raised again. Without other ranks, only lending stops.
         """
         if not self.alone:
             raise
         self.stop(doing)
 
     def stop(self, doing: str) -> None:
-        """A fault of ours: from now on, a plain cache. The same happens on every rank."""
+        """Log the current exception, which every rank meets, and be a plain cache from now on."""
         self.lends = False
         _log.exception("kvweave failed at %s, and moves no KV until the next start", doing)
 
@@ -379,9 +380,6 @@ def _slot_runs(
         SlotRun(source, target, piece.donor_start, piece.start)
         for piece, source, target in zip(pieces, sources, targets, strict=True)
     ]
-
-
-_log = logging.getLogger(__name__)
 
 
 def build_cache(context: Any) -> FuzzyRadixCache:

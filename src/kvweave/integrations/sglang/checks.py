@@ -51,7 +51,7 @@ NAMES = (
     "refresh_tokens",
     "min_chunk_span",
 )
-"""What can be set. What the list lacks of PluginConfig, SGLang's contract has no place for."""
+"""What can be set. PluginConfig's other settings have no place in SGLang's interface."""
 
 FILE = "KVWEAVE_SGLANG_CONFIG"
 _PREFIX = "KVWEAVE_FUZZY_"
@@ -199,7 +199,7 @@ CHUNKS: Mapping[str, tuple[str, ...]] = {
     f"{_CACHE}.allocation:_prefix_kv_indices!": ("holds_kv", "req_to_token", "prefix_len"),
     f"{_CACHE}.memory_pool:ReqToTokenPool.write": ("indices", "values"),
 }  # fmt: skip
-"""The same for what runs between chunks need; where it is not so, there are none."""
+"""The same for lending between chunks. Where SGLang differs, nothing is lent there."""
 
 
 def differences(
@@ -278,7 +278,7 @@ _FLAGS = (
 def check_stack(context: Any) -> None:
     """Raise UnsupportedModelError naming all that is refused about a TreeCacheBuildContext."""
     found = [f"it is not the SGLang {VERSION} that it is written for: {at}" for at in differences()]
-    if not found:  # else nothing further can be asked
+    if not found:  # otherwise the checks below could fail themselves
         found = [*_in_flags(context), *_in_model(context), *_in_pool(context)]
     if found:
         raise UnsupportedModelError(

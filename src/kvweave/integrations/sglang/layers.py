@@ -4,8 +4,8 @@ Every attention module is run alone, on one hidden state at several positions, u
 it would hand keys and values to SGLang's attention. What position did to the key is the layer's
 rotation, and one of the model's own tables of cosines and sines has to explain it.
 
-A moved key is turned by the same table that SGLang turns fresh keys by: float32 angles of a model's
-table are off by 1e-4 after 1,000 positions, and a moved key is to be off by as much as a fresh one.
+A moved key is turned by the same table as SGLang's fresh keys, so both have the same error: after
+1,000 positions, the float32 angles of a model's table are off by 1e-4.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from kvweave.kv.relocation import turned
 from kvweave.models.inspect import Floats, Keys, find_rotation
 
 _FAR = 1024
-"""Beyond that, float32 blurs the angle of the fastest pair more than a rotation may be off."""
+"""Last position that is tried: behind it, float32's error of the fastest pair's angle passes the
+tolerance."""
 
 
 class _Handed(Exception):  # noqa: N818  (no error: it ends a run early)
@@ -176,13 +177,13 @@ class _LayerRuns:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    """Equal but for what arithmetic blurs."""
+    """Equal within `tolerance`, relative to the mean size of `one`."""
     size = other.float().abs().mean()
     return bool(((one.float() - other.float()).abs() <= tolerance * size).all())
 
 
 def _plain_batch() -> Any:
-    """What an attention module may ask of the batch: it is a prefill, and nothing special."""
+    """The part of a ForwardBatch that attention modules read before they attend: a prefill."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     return SimpleNamespace(forward_mode=ForwardMode.EXTEND)
@@ -194,7 +195,7 @@ def _stopped(attention: torch.nn.Module) -> Iterator[None]:
 
     def hand_over(q: Any, k: torch.Tensor, v: torch.Tensor, *_: Any, **extra: Any) -> None:
         if k is None or extra.get("save_kv_cache") is False or "k_rope" in extra:
-            raise UnsupportedModelError("they are written to the pool on a way of their own")
+            raise UnsupportedModelError("the layer writes them to the pool by itself")
         raise _Handed(k, v)
 
     attention.forward = hand_over

@@ -1,8 +1,8 @@
 """The texts in SGLang's tree, kept as tokens in a tree of our own with the span index on top.
 
-SGLang's tree says where a prefix lies, but not what else it holds: its core shows no tokens. So the
-paths that requests publish are kept once more, as tokens, in a tree of our own whose pages are mere
-numbers. It decides what to look for; SGLang's tree, asked by tokens, decides whether it is there.
+SGLang's tree says where a prefix lies, but not what else it holds: it shows no tokens. So the
+mirror keeps the tokens of every published path, in a tree whose pages have numbers but no KV.
+The mirror proposes donors; SGLang's tree, asked by tokens, decides whether they are still cached.
 
 Nothing here depends on slots, devices or time. Ranks that see the same requests in the same order
 therefore come to the same decisions.
@@ -63,7 +63,7 @@ class Mirror:
 
     def __init__(self, page_size: int, num_pages: int, config: FuzzyConfig) -> None:
         self.version = 0
-        """Changes whenever what can be found does."""
+        """Changes whenever the result of `find` may."""
         self._size = page_size
         self._config = replace(config, time_budget_ms=math.inf)
         self._pool = PagePool(num_pages, page_size)

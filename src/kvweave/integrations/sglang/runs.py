@@ -9,7 +9,6 @@ prefill chunk that ends where the run begins:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvweave.fuzzy.provider import Candidate
@@ -36,16 +35,12 @@ class Run(NamedTuple):
 
     def between(self, start: int, end: int) -> Run | None:
         """The part of the run within these positions; None if there is none."""
-        kept = []
-        for piece in self.pieces:
-            first, last = max(piece.start, start), min(piece.end, end)
-            if first < last:
-                ahead = first - piece.start
-                donor_start = piece.donor_start + ahead
-                kept.append(
-                    replace(piece, start=first, length=last - first, donor_start=donor_start)
-                )
-        return Run(tuple(kept)) if kept else None
+        kept = tuple(
+            piece.part(max(piece.start, start), min(piece.end, end))
+            for piece in self.pieces
+            if piece.start < end and piece.end > start
+        )
+        return Run(kept) if kept else None
 
 
 def runs_of(
@@ -81,12 +76,7 @@ def _computed_anew(piece: Piece, tokens: int) -> Candidate:
     """The piece without its first tokens, half of it at most, if the text before it changed."""
     span = piece.span
     head = 0 if piece.continues else min(tokens, span.length // 2)
-    return replace(
-        span,
-        start=span.start + head,
-        length=span.length - head,
-        donor_start=span.donor_start + head,
-    )
+    return span.part(span.start + head, span.end)
 
 
 def _joined(spans: Iterable[Candidate]) -> list[Run]:
@@ -110,7 +100,7 @@ NAMES = {
 
 
 class Counts:
-    """By the names of `NAMES`, since the start."""
+    """Counters since the start, by the names in `NAMES`."""
 
     def __init__(self) -> None:
         self._values = dict.fromkeys(NAMES, 0)
