@@ -125,8 +125,9 @@ def test_what_is_computed_again_is_the_requests_own() -> None:
     world.serve(joined(text(2, 8), document, text(3, 10)))
     one = world.start(joined(text(4, 17), document, text(5, 9)))
     [span], [run] = one.lease.plan.spans, one.lease.shared
-    assert (run.start, run.end) == (28, 104)  # behind 10 tokens from 17 on, in pages of 4
-    assert span.shared == 76
+    assert (run.start, run.end) == (27, 107)  # behind 10 tokens from 17 on
+    assert span.shared == 80
+    assert len(one.lease.pages) == 7  # for its other 27 tokens
     assert set(one.lease.plan.recompute.tolist()) == set(range(17, 27))
     assert world.compute(one)
     world.check()

@@ -106,51 +106,59 @@ def shared(
 ) -> tuple[AttentionBatch, KVTensors]:
     """The same contexts, but with runs of them at a donor's positions, elsewhere in the pool.
 
-    Returns a batch whose block table has holes there, and a pool twice as large. Needs rotations.
+    Returns a batch whose block tables hold the other positions, without a gap, and a pool that is
+    larger. Needs rotations.
     """
     size, layout = kv.page_size, kv.layouts[0]
     assert layout.rotary is not None
-    pool = KVTensors(kv.layouts, 2 * len(batch.pages) + 4, size, dtype=kv.dtype)
-    for new, old in zip((*pool.keys, *pool.values), (*kv.keys, *kv.values), strict=True):
-        new.fill_(torch.nan)
-        new[: len(old)] = old
-    free = list(range(len(batch.pages), 2 * len(batch.pages) + 4))
+    pool = KVTensors(kv.layouts, 3 * len(batch.pages) + 8, size, dtype=kv.dtype)
+    for tensor in (*pool.keys, *pool.values):
+        tensor.fill_(torch.nan)
+    free = list(range(pool.num_slots // size))
     rng.shuffle(free)
+
+    def put(slots: torch.Tensor, first: int, delta: int) -> list[int]:
+        """Copy KV to new pages, behind `first` unused slots; with keys turned back by `delta`."""
+        count = -(-(first + len(slots)) // size)
+        pages = [free.pop() for _ in range(count)]
+        places = first + torch.arange(len(slots))
+        there = torch.tensor(pages, dtype=torch.int64)[places // size] * size + places % size
+        pool.keys[0][there] = relocate(kv.keys[0][slots], layout.rotary, -delta)
+        pool.values[0][there] = kv.values[0][slots]
+        return pages
+
     runs: list[list[int]] = []
     pages: list[int] = []
     deltas: list[int] = []
-    table, counts = batch.pages.clone(), []
+    tables: list[list[int]] = []
+    counts = []
     for row in range(batch.rows):
-        first, last = int(batch.page_start[row]), int(batch.page_start[row + 1])
-        own, at = _slots(batch, row), rng.randint(0, 2)
-        queries = set(batch.positions[slice(*batch.query_start[row : row + 2].tolist())].tolist())
+        queries = batch.positions[slice(*batch.query_start[row : row + 2].tolist())].tolist()
+        length, at = max(queries, default=-1) + 1, rng.randint(0, 2 * size)
+        slots, own = _slots(batch, row)[:length], torch.ones(length, dtype=torch.bool)
         counts.append(0)
-        while at < last - first:
-            end = min(last - first, at + rng.randint(1, 8))
-            needed, slot = end - at + 1, rng.randint(0, size - 1)
-            mine = queries & set(range(at * size, end * size))
-            if mine or needed > len(free):
-                at = end
-                continue
-            run, free = free[:needed], free[needed:]
-            delta = rng.randint(-5000, 5000)
-            places = slot + torch.arange((end - at) * size)
-            there = torch.tensor(run)[places // size] * size + places % size
-            here = own[at * size : end * size]
-            pool.keys[0][there] = relocate(kv.keys[0][here], layout.rotary, -delta)
-            pool.values[0][there] = kv.values[0][here]
-            for tensor in (*pool.keys, *pool.values):
-                tensor[here] = torch.nan
-            runs.append([at * size, end * size, len(pages), slot])
-            pages += run
-            deltas.append(delta)
-            counts[-1] += 1
-            table[first + at : first + end] = -1
-            at = end + rng.randint(0, 2)
+        while at < length:
+            end = min(length, at + rng.randint(1, 8 * size))
+            needed, slot = end - at, rng.randint(0, size - 1)
+            if not set(queries) & set(range(at, end)) and len(free) > len(batch.pages) + needed:
+                delta = rng.randint(-5000, 5000)
+                runs.append([at, end, len(pages), slot])
+                pages += put(slots[at:end], slot, delta)
+                deltas.append(delta)
+                counts[-1] += 1
+                own[at:end] = False
+            at = end + rng.randint(0, 2 * size)
+        tables.append(put(slots[own], 0, 0))
     segments = SharedSegments(
         _starts(counts),
         torch.tensor(runs, dtype=torch.int64).reshape(-1, 4),
         torch.tensor(pages, dtype=torch.int32),
         tuple(deltas),
     )
-    return replace(batch, pages=table, shared=segments if runs else None), pool
+    compact = replace(
+        batch,
+        pages=torch.tensor([page for table in tables for page in table], dtype=torch.int32),
+        page_start=_starts([len(table) for table in tables]),
+        shared=segments if runs else None,
+    )
+    return compact, pool

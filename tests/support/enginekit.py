@@ -35,7 +35,7 @@ from kvweave.plugins import BACKENDS
 from kvweave.prefix.base import create_cache
 from kvweave.prefix.contract import CacheOptions, PrefixCache
 from kvweave.prefix.events import EventSink
-from kvweave.prefix.lease import HOLE, SharedSpan
+from kvweave.prefix.lease import SharedSpan
 
 VOCABULARY = 96
 EOS = 95
@@ -121,20 +121,20 @@ class OracleRunner:
         if np.any(np.diff(positions) <= 0):
             self.violations.append(f"positions do not ascend: {positions}")
         slots = (pages[:, None].astype(np.int64) * size + np.arange(size)).ravel()
-        if not np.array_equal(slots[positions], batch.slots[start:end]):
-            self.violations.append("a token is written elsewhere than its block table says")
-        holes, turned = np.repeat(pages == HOLE, size), np.zeros(len(slots), np.int64)
-        for run in shared:
+        turned = np.zeros(len(slots), np.int64)
+        for run in shared:  # its own pages hold the other positions without a gap
             places = run.slot + np.arange(run.end - run.start)
-            slots[run.start : run.end] = run.pages[places // size] * size + places % size
-            turned[run.start : run.end] = run.delta
-            if not holes[run.start : run.end].all():
-                self.violations.append("pages of its own lie where a span is shared")
-            holes[run.start : run.end] = False
+            read = run.pages[places // size].astype(np.int64) * size + places % size
+            slots = np.insert(slots, run.start, read)
+            turned = np.insert(turned, run.start, np.full(len(read), run.delta))
+        if len(slots) <= positions[-1]:
+            self.violations.append("a query sees positions without KV")
+        elif not np.array_equal(slots[positions], batch.slots[start:end]):
+            self.violations.append("a token is written elsewhere than its block table says")
+        if len(slots) > positions[-1] + size:
+            self.violations.append("a block table has pages that its row does not need")
         seen = slots[: int(positions[-1]) + 1]
         self.shared += int(np.count_nonzero(turned))
-        if holes[: len(seen)].any():
-            self.violations.append("a query sees positions without KV")
         held = self.positions[seen] + turned[: len(seen)]
         if not np.array_equal(held, np.arange(len(seen))):
             wrong = np.flatnonzero(held != np.arange(len(seen)))

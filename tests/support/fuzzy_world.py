@@ -183,7 +183,11 @@ class World:
 
     def slots(self, lease: Lease, positions: IntArray) -> IntArray:
         size = self.pool.page_size
-        slots = lease.pages[positions // size] * size + positions % size
+        before = np.zeros(len(positions), np.int64)
+        for run in lease.shared:
+            before += np.clip(positions - run.start, 0, run.end - run.start)
+        own = np.minimum(positions - before, len(lease.pages) * size - 1)
+        slots = lease.pages[own // size] * size + own % size
         for run in lease.shared:
             inside = (positions >= run.start) & (positions < run.end)
             places = run.slot + positions[inside] - run.start

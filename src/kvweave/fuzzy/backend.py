@@ -27,7 +27,7 @@ from kvweave.kv.relocation import KVMover, MoveRun
 from kvweave.plugins import BACKENDS, PARAPHRASE_GATE, load
 from kvweave.prefix.contract import CacheOptions, CacheStats, Declined, Refusal, ReuseCounts
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.lease import HOLE, Lease, Namespace, Plan, RequestView, SharedSpan, Span, Tier
+from kvweave.prefix.lease import Lease, Namespace, Plan, RequestView, SharedSpan, Span, Tier
 from kvweave.prefix.radix import RadixCache, RadixLease
 from kvweave.prefix.tree import Node, Place, upwards
 
@@ -241,8 +241,7 @@ class FuzzyCache(RadixCache):
         starts = [self._donors.start(page) for page in run.pages.tolist()]
         first = run.start - run.delta - run.slot
         if (
-            not (lease.pages[run.start // size : run.end // size] == HOLE).all()
-            or len(run.pages) != last // size + 1
+            len(run.pages) != last // size + 1
             or starts != list(range(first, first + len(starts) * size, size))
             or not nodes <= pinned
         ):
@@ -361,12 +360,11 @@ class FuzzyCache(RadixCache):
         """Fill the lease's own pages and let it follow `plan`; False, and it does not, if not."""
         runs = []
         for span, slots in zip(plan.spans, sources, strict=True):
-            targets = slots_of(lease.pages, self.page_size, span.start, span.end)
-            own = targets >= 0  # not in a hole
+            own, first = span.length - span.shared, lease.own_slot(span.start)
             runs.append(
                 MoveRun(
-                    sources=slots[own],
-                    targets=targets[own],
+                    sources=slots[:own],
+                    targets=slots_of(lease.pages, self.page_size, first, first + own),
                     delta=span.start - span.donor_start,
                     zeroed=self._guard.zeroed_layers,
                 )

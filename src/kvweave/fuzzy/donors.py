@@ -275,21 +275,20 @@ def _covering(node: Node, first: int) -> list[Node]:
 def shared_run(
     span: Span, slots: IntArray, chosen: IntArray, size: int, least: int
 ) -> SharedSpan | None:
-    """The whole pages of `span` that are read in the donor's `slots`; None if too few.
+    """What of `span` is read in the donor's `slots`, to its end; None if too little.
 
-    The first tokens of a span may be computed again (`chosen`), and are the lease's own, as
-    are its partial pages at both ends. A session's donors are copied: they may go before it.
+    The first tokens of a span may be computed again (`chosen`), and are the lease's own. A
+    session's donors are copied: they may go before it.
     """
     own = np.searchsorted(chosen, (span.start, span.end))
-    start = -(-(span.start + int(own[1] - own[0])) // size) * size
-    end = span.end // size * size
-    if span.generation or end - start < least:
+    start = span.start + int(own[1] - own[0])
+    if span.generation or span.end - start < max(least, 1):
         return None
-    read = slots[start - span.start : end - span.start]
+    read = slots[start - span.start :]
     pages = read // np.int32(size)
     distinct = pages[np.flatnonzero(np.diff(pages, prepend=-1))]
     delta = span.start - span.donor_start
-    return SharedSpan(start, end, distinct, int(read[0]) % size, delta)
+    return SharedSpan(start, span.end, distinct, int(read[0]) % size, delta)
 
 
 def worth_their_paths(

@@ -51,7 +51,8 @@ class Segment:
     first: int
     end: int
     pages: IntArray
-    """int32; `pages[0]` holds position `first`."""
+    """int32; `pages[0]` holds position `first`, in its slot number `slot`."""
+    slot: int
     generation: int
     """1 behind text moved from exact donors, else 1 more than the donors' own."""
     used: Key
@@ -139,17 +140,22 @@ class SessionDonors:
         text.setflags(write=False)
         size, kept, free_from = self._pool.page_size, 0, 0
         for first, end in _computed_runs(lease.plan, computed):
-            first = max(first, free_from)
+            own = lease.own_slot(first)
+            begin = max(own, free_from)
+            first += begin - own
             if end - first < self._shortest:
                 continue
-            pages = lease.pages[first // size : -(-end // size)].copy()
+            page, slot = divmod(begin, size)
+            pages = lease.pages[page : -(-(begin + end - first) // size)].copy()
             session = lease.namespace, lease.session
             self._made += 1
             self._add(
-                Segment(session, lease.rid, self._made, text, first, end, pages, generation, used)
+                Segment(
+                    session, lease.rid, self._made, text, first, end, pages, slot, generation, used
+                )
             )
             kept += end - first
-            free_from = -(-end // size) * size  # a page names one segment
+            free_from = (page + len(pages)) * size  # a page names one segment
         return kept
 
     def _add(self, segment: Segment) -> None:
@@ -172,7 +178,7 @@ class SessionDonors:
     def _anchor(self, segment: Segment) -> None:
         size, text = self._pool.page_size, segment.text[segment.first : segment.end]
         hashes, ends = anchors_of(text, 0, 0, self._stride, self._seed(segment.session))
-        ends += segment.first % size
+        ends += segment.slot
         self._anchors.open(hashes, segment.pages[ends // size] * np.int32(size) + ends % size)
 
     # Finding.
@@ -206,20 +212,19 @@ class SessionDonors:
             return None  # two sessions whose blocks have the same hash
         size = self._pool.page_size
         index = int(np.flatnonzero(segment.pages == page)[0])
-        donor = (segment.first // size + index) * size + within
         text = segment.text[segment.first : segment.end]
-        run = run_around(view.tokens, position, text, donor - segment.first)
+        run = run_around(view.tokens, position, text, index * size + within - segment.slot)
         if not run.length:
             return None
         donor_start = segment.first + run.donor_start
-        last = segment.pages[(donor_start + run.length - 1) // size - segment.first // size]
+        last = segment.pages[(segment.slot + run.donor_start + run.length - 1) // size]
         return SessionCandidate(run.start, run.length, int(last), donor_start, segment=segment)
 
     def slots(self, run: SessionCandidate) -> IntArray:
         """The slots of a run, in order: int32 (length)."""
-        size = self._pool.page_size
-        base = run.segment.first // size * size
-        return slots_of(run.segment.pages, size, run.donor_start - base, run.donor_end - base)
+        segment = run.segment
+        first = segment.slot + run.donor_start - segment.first
+        return slots_of(segment.pages, self._pool.page_size, first, first + run.length)
 
     # Holding and giving up.
 

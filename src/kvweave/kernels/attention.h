@@ -6,8 +6,9 @@
 
 #include "numbers.h"
 
-/* Positions [begin, end) of a row whose KV is used where its donor has it: in `pages` of the shared
- * pages, from number `page` on, beginning with slot `slot` of these. */
+/* Positions [begin, end) of a row whose KV is used where its donor has it: in the shared pages from
+ * number `page` on, beginning with slot `slot` of these. The row's own pages hold the others without
+ * a gap. */
 typedef struct {
     int64_t begin, end;
     int64_t page, slot;

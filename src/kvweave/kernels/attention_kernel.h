@@ -72,20 +72,24 @@ static int64_t scratch_floats(const attention_call *call) {
     return lay_out(call, NULL, &at);
 }
 
-/* A piece of the context: positions [low, high) of one block, of one segment or of none (-1). */
+/* A piece of the context: positions [low, high) of one block, of one segment or of none (-1), with
+ * `shared` positions in the segments before it. */
 typedef struct {
-    int64_t block, low, high, segment;
+    int64_t block, low, high, segment, shared;
 } context_piece;
 
 /* The longest piece of the row that begins at position `low` and ends at `high` or before. */
 static context_piece next_piece(const attention_call *call, int64_t row, int64_t low,
                                 int64_t high) {
     int64_t block = low / BLOCK * BLOCK;
-    context_piece piece = {block, low, smaller_of(high, block + BLOCK), -1};
+    context_piece piece = {block, low, smaller_of(high, block + BLOCK), -1, 0};
     if (!call->segment_start) return piece;
     for (int64_t s = call->segment_start[row]; s < call->segment_start[row + 1]; s++) {
         const attention_segment *segment = &call->segments[s];
-        if (segment->end <= low) continue;
+        if (segment->end <= low) {
+            piece.shared += segment->end - segment->begin;
+            continue;
+        }
         if (segment->begin <= low) {
             piece.segment = s;
             piece.high = smaller_of(piece.high, segment->end);
@@ -102,7 +106,7 @@ static void find_piece(const attention_call *call, int64_t row, const context_pi
                        block_place *place) {
     int64_t size = call->page_size, bytes = call->kv_heads * BYTES(call->type);
     const int32_t *pages = call->pages + call->page_start[row];
-    int64_t position = piece->low, shift = 0;
+    int64_t position = piece->low, shift = -piece->shared;
     if (piece->segment >= 0) {
         const attention_segment *segment = &call->segments[piece->segment];
         pages = call->shared_pages + segment->page;

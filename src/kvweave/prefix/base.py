@@ -14,7 +14,7 @@ from kvweave.kv.pool import IntArray, PagePool
 from kvweave.plugins import BACKENDS, load
 from kvweave.prefix.contract import CacheInspector, CacheOptions, CacheStats, PrefixCache, Refusal
 from kvweave.prefix.eviction import Key
-from kvweave.prefix.lease import HOLE, Lease, Plan, RequestView, SharedSpan
+from kvweave.prefix.lease import Lease, Plan, RequestView, SharedSpan
 
 if TYPE_CHECKING:
     from kvweave.kv.relocation import KVMover
@@ -40,7 +40,7 @@ class CacheBackend(PrefixCache, CacheInspector):
         return self
 
     def grow(self, lease: Lease, tokens: int, before: Key | None = None) -> bool:
-        if tokens <= len(lease.pages) * self.page_size:
+        if lease.own_slot(tokens) <= len(lease.pages) * self.page_size:
             return True
         return self._lay_out(lease, tokens, (), before)
 
@@ -48,28 +48,22 @@ class CacheBackend(PrefixCache, CacheInspector):
         self, lease: Lease, tokens: int, shared: Sequence[SharedSpan], before: Key | None = None
     ) -> bool:
         """As `grow`, but without pages of its own for what the lease reads in `shared` ones."""
-        size, table = self.page_size, np.zeros(-(-tokens // self.page_size), np.int32)
-        for run in shared:
-            table[run.start // size : run.end // size] = HOLE
-        table = table[len(lease.pages) :]
-        need = int(np.count_nonzero(table != HOLE))
+        own = lease.own_slot(tokens) - sum(run.end - run.start for run in shared)
+        need = max(0, -(-own // self.page_size) - len(lease.pages))
         short = need - self.pool.num_free
         if short > 0:
             if short > self.evictable_pages:
                 return False
             self.evict(short, before)
-        return self._append(lease, table, need, shared)
+        return self._append(lease, need, shared)
 
     @atomic
-    def _append(
-        self, lease: Lease, table: IntArray, need: int, shared: Sequence[SharedSpan]
-    ) -> bool:
+    def _append(self, lease: Lease, need: int, shared: Sequence[SharedSpan]) -> bool:
         pages = self.pool.alloc(need)
         if pages is None:
             return False
         lease.keep(self._journal)
-        table[table != HOLE] = pages
-        lease.append(table)
+        lease.append(pages)
         for run in shared:
             self.pool.share(run.pages)
         lease.shared += tuple(shared)
@@ -79,8 +73,7 @@ class CacheBackend(PrefixCache, CacheInspector):
     def _shrink(self, lease: Lease, pages: int) -> None:
         """Drop all but the lease's first `pages` pages, and what it shares."""
         lease.keep(self._journal)
-        own = lease.pages[pages:]
-        self.pool.drop(own[own != HOLE])
+        self.pool.drop(lease.pages[pages:])
         for run in lease.shared:
             self.pool.drop(run.pages)
         lease.shared = ()

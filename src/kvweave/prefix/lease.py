@@ -16,13 +16,15 @@ Owners of a prompt's pages, by token range, and when they are freed (pages of 4 
 
     Behind a span (moved or paraphrased KV) nothing is published: those pages are the lease's only.
     Donor pages are `pinned` while they are copied. Those that a long span reads where they lie
-    have the lease as an owner, and are pinned, until it is released:
+    have the lease as an owner, and are pinned, until it is released. Its own pages hold the other
+    positions without a gap (pages of 16 tokens):
 
-    position   64         80                        208     214
-    tokens     | fresh    | moved: seam | shared    | moved | fresh ->
-    pages      [ p4 ]     [ p5 ][ p6 ]  - - - - - - [ p13 ] [ p13 ]
-    donor                               d7 d8 .. d14
-    shared     SharedSpan(112, 208, [d7 .. d14], slot, delta)
+    position   64      74             90                   206
+    tokens     | fresh | moved: seam  | moved: shared      | fresh ->
+    own slot   64      74                                  90       96
+    pages      [ p4        ][ p5                             p5     ][ p6 ->
+    donor                             [ d7 ][ d8 ] .. [ d14 ]
+    shared     SharedSpan(90, 206, [d7 .. d14], slot, delta)
 
 No torch here.
 """
@@ -227,10 +229,6 @@ class Plan:
         return int(self.compute[done]) if done < len(self.compute) else self.length
 
 
-HOLE = -1
-"""In a block table: no page."""
-
-
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """Two requests share KV only if their namespaces are equal.
@@ -275,7 +273,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedSpan:
-    """Positions [start, end), in whole pages, whose KV is read where a donor has it.
+    """Positions [start, end) whose KV is read where a donor has it.
 
     `pages` (distinct, int32) hold the donor's tokens; that of position `start` is slot `slot`,
     counted from the first slot of `pages[0]`. Its keys are those of position `start - delta`.
@@ -291,8 +289,8 @@ class SharedSpan:
 class Lease:
     """A request's claim on pages and on a place in the cache.
 
-    `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`, or is HOLE where these lie in
-    one of the `shared` runs. It is the only block table there is. Read page ids here in the step
+    `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`; those in `shared` runs are not
+    counted, see `own_slot`. It is the only block table there is. Read page ids here in the step
     that uses them: publishing may replace pages by canonical ones. Backends subclass it and add
     their own state.
     """
@@ -332,15 +330,27 @@ class Lease:
         """A view, valid until the next call that grows, publishes or releases."""
         return self._buffer[: self._length]
 
-    @property
-    def held(self) -> int:
-        """Pages of the block table, without holes."""
-        return int(np.count_nonzero(self.pages != HOLE)) if self.shared else self._length
+    def own_slot(self, position: int) -> int:
+        """Where `pages` hold a position in no shared run, in slots from the first page's first.
+
+        That is also how many slots the positions before it need.
+        """
+        if not self.shared:
+            return position
+        return position - sum(
+            min(run.end, position) - run.start for run in self.shared if run.start < position
+        )
+
+    def own_slots(self, positions: IntArray) -> IntArray:
+        """`own_slot` of many."""
+        slots = positions
+        for run in self.shared:
+            slots = slots - (positions >= run.end) * np.int32(run.end - run.start)
+        return slots
 
     def owned(self) -> Iterator[IntArray]:
         """The pages that the lease is an owner of, in groups of distinct ones."""
-        pages = self.pages
-        yield pages[pages != HOLE] if self.shared else pages
+        yield self.pages
         for run in self.shared:
             yield run.pages
 

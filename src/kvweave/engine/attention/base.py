@@ -45,8 +45,8 @@ class ForwardBatch:
     """One forward pass over T tokens of R rows (requests), without padding.
 
     Row r's tokens are `[query_start[r], query_start[r + 1])`, at any ascending positions. Its block
-    table is `pages[page_start[r] : page_start[r + 1]]` and covers all that its queries see:
-    the KV of those that are not in this batch is in the pool already.
+    table is `pages[page_start[r] : page_start[r + 1]]` and, with its `shared` spans, covers all that
+    its queries see: the KV of those that are not in this batch is in the pool already.
     """
 
     token_ids: LongArray
@@ -66,8 +66,8 @@ class ForwardBatch:
     """Indices of the tokens (not positions) whose logits are wanted, in the order wanted."""
     recompute: RecomputeRequest | None = None
     shared: tuple[tuple[SharedSpan, ...], ...] | None = None
-    """By row: the spans that its queries read in donors' pages, where its block table has holes.
-    None: no row has such spans."""
+    """By row: the spans that its queries read in donors' pages; its block table does not count
+    their positions. None: no row has such spans."""
 
     @property
     def rows(self) -> int:
@@ -154,9 +154,9 @@ class AttentionBatch:
     positions: int64 (T). slots: int64 (T), where each token's own KV goes.
     query_start: int32 (R + 1); row r's tokens are [query_start[r], query_start[r + 1]).
     pages: int32, all rows' block tables, one after another; page_start: int32 (R + 1) into it.
-    Position p of row r is in slot
-    pages[page_start[r] + p // page_size] * page_size + p % page_size, unless it lies in one of the
-    row's `shared` segments: then the block table may name no page (-1).
+    Position p of row r, unless it lies in one of the row's `shared` segments, is in slot
+    pages[page_start[r] + o // page_size] * page_size + o % page_size, where o is p less the
+    positions in those segments before it.
     """
 
     positions: torch.Tensor

@@ -94,8 +94,8 @@ class GatheredAttention:
     def _plan_row(self, first: int, last: int, table: slice, shared: list[_Segment]) -> None:
         batch = self._batch
         slots = _slots_of(batch.pages[table], batch.page_size)
-        for begin, end, places, _ in shared:
-            slots[begin:end] = places.to(slots.device)
+        for begin, _, places, _ in shared:
+            slots = torch.cat([slots[:begin], places.to(slots.device), slots[begin:]])
         turned = tuple((begin, end, delta) for begin, end, _, delta in shared)
         positions = batch.positions[first:last].tolist()
         for at in range(0, last - first, _QUERIES_AT_ONCE):

@@ -27,7 +27,7 @@ from kvweave.engine.types import TokenLogprob
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.prefix.contract import PrefixCache
 from kvweave.prefix.events import EventSink
-from kvweave.prefix.lease import SharedSpan
+from kvweave.prefix.lease import Lease, SharedSpan
 from kvweave.store.offloader import Offloader
 
 logger = logging.getLogger("kvweave.engine")
@@ -118,7 +118,9 @@ class BatchBuilder:
         np.cumsum([row.count for row in rows], out=query_start[1:])
         highest = [row.sequence.last_position(row.count) for row in rows]
         page_start = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum([position // size + 1 for position in highest], out=page_start[1:])
+        leases = [_lease(row) for row in rows]
+        last = [lease.own_slot(at) for lease, at in zip(leases, highest, strict=True)]
+        np.cumsum([slot // size + 1 for slot in last], out=page_start[1:])
         total = int(query_start[-1])
         token_ids, positions, slots = (
             buffer.take(total) for buffer in (self._token_ids, self._positions, self._slots)
@@ -139,7 +141,7 @@ class BatchBuilder:
             page_size=size,
             logits_at=logits_at,
             recompute=_recompute(rows, query_start),
-            shared=_shared(rows, highest),
+            shared=_shared(leases, highest),
         )
         return batch, wanted
 
@@ -153,29 +155,35 @@ def _fill(
     slots: LongArray,
 ) -> None:
     """Write one row's block table, tokens, positions and slots in place."""
-    sequence, lease = row.sequence, row.sequence.lease
-    assert lease is not None
+    sequence, lease = row.sequence, _lease(row)
     table[:] = lease.pages[: len(table)]
     if row.count == 1:  # every decode: scalars are several times faster than arrays of one
         position = sequence.last_position(1)
         positions[0] = position
         token_ids[0] = sequence.tokens[position]
-        slots[0] = int(table[position // size]) * size + position % size
+        own = lease.own_slot(position)
+        slots[0] = int(table[own // size]) * size + own % size
         return
     at = sequence.next_positions(row.count)
     known = row.count - len(row.draft)
     positions[:] = at
     token_ids[:known] = sequence.tokens[at[:known]]
     token_ids[known:] = row.draft
-    slots[:] = table[at // size].astype(np.int64) * size + at % size
+    places = lease.own_slots(at)
+    slots[:] = table[places // size].astype(np.int64) * size + places % size
 
 
-def _shared(rows: Rows[Row], highest: list[int]) -> tuple[tuple[SharedSpan, ...], ...] | None:
-    leases = [row.sequence.lease for row in rows]
-    if not any(lease.shared for lease in leases if lease is not None):
+def _lease(row: Row) -> Lease:
+    lease = row.sequence.lease
+    assert lease is not None  # it runs
+    return lease
+
+
+def _shared(leases: list[Lease], highest: list[int]) -> tuple[tuple[SharedSpan, ...], ...] | None:
+    if not any(lease.shared for lease in leases):
         return None
     return tuple(
-        tuple(run for run in lease.shared if run.end <= last) if lease is not None else ()
+        tuple(run for run in lease.shared if run.end <= last)
         for lease, last in zip(leases, highest, strict=True)
     )
 

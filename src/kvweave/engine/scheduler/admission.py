@@ -122,7 +122,8 @@ class Admission:
     def lacking(self, sequence: Sequence, running: Iterable[Sequence]) -> int:
         """Pages missing for the leased `sequence` to stay beside `running`; 0 or less if it can."""
         assert sequence.lease is not None
-        return self._needed(sequence, len(sequence.lease.pages), running) - self._room()
+        growth = self._growth(sequence, sequence.length + 1)
+        return self._needed(sequence, growth, running) - self._room()
 
     def refused(
         self, sequence: Sequence, matched: int, running: Iterable[Sequence], lacking: int
@@ -153,19 +154,25 @@ class Admission:
     def _surplus(self, sequence: Sequence, matched: int, running: Iterable[Sequence]) -> int:
         """Pages that would be left, at best."""
         held = matched + self._cache.most_shared(sequence.view(), matched)
-        return self._room() - self._needed(sequence, held // self._page_size, running)
+        growth = self._pages(sequence.length + 1) - held // self._page_size
+        return self._room() - self._needed(sequence, growth, running)
 
     def _room(self) -> int:
         return self._cache.pool.num_free + self._cache.evictable_pages
 
-    def _needed(self, sequence: Sequence, held: int, running: Iterable[Sequence]) -> int:
-        """Pages that must be free or evictable for `sequence`, which holds `held`, to run."""
-        needed = self._pages(sequence.length + 1) - held + self._reserve(sequence)
+    def _needed(self, sequence: Sequence, growth: int, running: Iterable[Sequence]) -> int:
+        """Pages that must be free or evictable for `sequence`, which lacks `growth`, to run."""
+        needed = growth + self._reserve(sequence)
         for other in running:
             if other.lease is not None and other is not sequence:
-                needed += max(0, self._pages(other.length) - len(other.lease.pages))
-                needed += self._reserve(other)
+                needed += self._growth(other, other.length) + self._reserve(other)
         return needed
+
+    def _growth(self, sequence: Sequence, tokens: int) -> int:
+        """Pages that the leased `sequence` lacks for its first `tokens`."""
+        lease = sequence.lease
+        assert lease is not None
+        return max(0, self._pages(lease.own_slot(tokens)) - len(lease.pages))
 
     def _reserve(self, sequence: Sequence) -> int:
         to_come = min(sequence.limit - sequence.length, _LONGEST_RESERVE)

@@ -260,7 +260,7 @@ class Scheduler:
         """Whether `sequence` may run beside `staying`, with what `victims` hold given back."""
         if not staying:
             return True  # then everything that is cached can be evicted
-        freed = sum(victim.lease.held for victim in victims if victim.lease is not None)
+        freed = sum(len(victim.lease.pages) for victim in victims if victim.lease is not None)
         return len(staying) < self._config.max_running_requests and self._admission.may_fit(
             sequence, matched, staying, freed
         )
@@ -345,7 +345,8 @@ class Scheduler:
             draft = drafter.propose(sequence, most, len(decodes))
             if not draft:
                 continue
-            room = len(lease.pages) * self._cache.page_size - sequence.length
+            own = lease.own_slot(sequence.length)
+            room = len(lease.pages) * self._cache.page_size - own
             if len(draft) > room and not self._cache.grow(lease, sequence.length + len(draft)):
                 draft = draft[:room]
             row.draft = draft
