@@ -90,9 +90,9 @@ class FuzzyConfig:
         131_072, "Tokens whose embeddings are kept; the oldest are dropped first."
     )
     share_span: int = flag(
-        256,
-        "Moved text of at least so many tokens, in whole pages, is read where the donor has it; "
-        "shorter text, or with 0 all of it, is copied.",
+        32,
+        "Moved text of at least so many tokens is read where the donor has it; shorter text, or "
+        "with 0 all of it, is copied.",
     )
     heal: bool = flag(
         False, "When idle, compute approximately served prompts exactly, for later requests."

@@ -289,10 +289,10 @@ class SharedSpan:
 class Lease:
     """A request's claim on pages and on a place in the cache.
 
-    `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`; those in `shared` runs are not
-    counted, see `own_slot`. It is the only block table there is. Read page ids here in the step
-    that uses them: publishing may replace pages by canonical ones. Backends subclass it and add
-    their own state.
+    `pages[i]` holds positions `[i * page_size, (i + 1) * page_size)`, counted without those in
+    `shared` runs: see `own_slot`. It is the only block table there is. Read page ids here in the
+    step that uses them: publishing may replace pages by canonical ones. Backends subclass it and
+    add their own state.
     """
 
     __slots__ = (

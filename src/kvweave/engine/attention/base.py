@@ -45,7 +45,7 @@ class ForwardBatch:
     """One forward pass over T tokens of R rows (requests), without padding.
 
     Row r's tokens are `[query_start[r], query_start[r + 1])`, at any ascending positions. Its block
-    table is `pages[page_start[r] : page_start[r + 1]]` and, with its `shared` spans, covers all that
+    table is `pages[page_start[r] : page_start[r + 1]]` and covers, with its `shared` spans, what
     its queries see: the KV of those that are not in this batch is in the pool already.
     """
 
