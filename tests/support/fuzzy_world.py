@@ -28,9 +28,11 @@ SMALL = FuzzyConfig(
     sink_tokens=2,
     min_reuse_ratio=0.0,
     refresh_tokens=0,
+    share_span=256,
     time_budget_ms=10_000.0,
 )
-"""Small enough that tests of a hundred tokens have many spans; never late on a busy machine."""
+"""Small enough that tests of a hundred tokens have many spans, which are copied unless a test says
+otherwise; never late on a busy machine."""
 
 HERE = Namespace("model")
 

@@ -1,8 +1,8 @@
 """The backend that reuses more than prefixes: a radix cache whose leases carry spans.
 
-Approximate KV is never shared. A span's KV is a copy in pages that only its lease owns, or, where
-it is long, the donor's own pages, read with queries turned the other way. KV computed behind a
-span depends on it: a lease publishes nothing from its first span on.
+Approximate KV is never shared. A span's KV is a copy in pages that only its lease owns, or lies in
+the donor's own pages, read with queries turned the other way. KV computed behind a span depends on
+it: a lease publishes nothing from its first span on.
 """
 
 from __future__ import annotations

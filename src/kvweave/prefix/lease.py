@@ -15,7 +15,7 @@ Owners of a prompt's pages, by token range, and when they are freed (pages of 4 
     evict      frees p0 to p3 later, from the tail, once no lease holds them.
 
     Behind a span (moved or paraphrased KV) nothing is published: those pages are the lease's only.
-    Donor pages are `pinned` while they are copied. Those that a long span reads where they lie
+    Donor pages are `pinned` while they are copied. Those that a span reads where they lie
     have the lease as an owner, and are pinned, until it is released. Its own pages hold the other
     positions without a gap (pages of 16 tokens):
 

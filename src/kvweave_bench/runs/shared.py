@@ -28,9 +28,8 @@ def measure(setting: Setting) -> list[Row]:
 
     peak_pages_ratio: 1 is the document once, and what each asker computes itself. peak_documents:
     the same pages, counted in documents. plan_tokens_ratio: what the plans need if no slot is left
-    over in a page, or copied only because its page is the asker's: the donor's whole prompt once,
-    and of each asker what is computed for it, or moved in runs too short to be shared, all answers
-    at full length.
+    over in a page: the donor's whole prompt once, and of each asker what is computed for it, or
+    moved in runs too short to be shared, all answers at full length.
     """
     rows = []
     for askers, length, page_size in _QUICK_CASES if setting.quick else _CASES:
