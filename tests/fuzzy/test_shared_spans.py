@@ -174,3 +174,19 @@ def test_a_shared_page_that_could_go_is_found() -> None:
     one.lease.shared = (replace(run, slot=run.slot + 1),)
     with pytest.raises(IntegrityError, match="may cease to be"):
         world.cache.check([one.lease])
+
+
+def test_what_a_session_computed_behind_a_shared_span_serves_its_next_request() -> None:
+    """It begins in the middle of a page: the request's own pages leave the shared span out."""
+    world = World(128, 4, replace(SMALL, share_span=16))
+    document, question = text(1, 90), text(3, 21)
+    world.serve(joined(text(2, 8), document, text(7, 6)))
+    first = world.start(joined(text(4, 9), document, question), session="s")
+    assert first.lease.own_slot(99) == 9
+    assert first.lease.own_slots(np.array([3, 99, 119])).tolist() == [3, 9, 29]
+    assert world.compute(first)
+    world.finish(first, well=True)
+    second = world.start(joined(text(5, 14), question, text(6, 5)), session="s")
+    [span] = second.lease.plan.spans
+    assert (span.start, span.length, span.generation) == (14, 21, 1)
+    world.check()
