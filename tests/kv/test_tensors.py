@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-from mmap import PAGESIZE
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -20,9 +15,9 @@ LAYOUTS = (LayerLayout(3, 64, 64), LayerLayout(1, 24, 40))
 TYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
-def filled(dtype: torch.dtype, page_size: int, seed: int) -> KVTensors:
+def filled(dtype: torch.dtype, page_size: int, seed: int, *, native: bool = True) -> KVTensors:
     """Every slot written, with numbers of very different sizes."""
-    kv = KVTensors(LAYOUTS, 6, page_size, dtype=dtype)
+    kv = KVTensors(LAYOUTS, 6, page_size, dtype=dtype, native=native)
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randperm(kv.num_slots, generator=generator)
     for layer, at in enumerate(LAYOUTS):
@@ -44,49 +39,25 @@ def contents(kv: KVTensors, pages: np.ndarray) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("native", [True, False])
 def test_pages_copied_out_and_into_another_pool_are_the_same(
-    dtype: torch.dtype, page_size: int
+    dtype: torch.dtype, page_size: int, native: bool
 ) -> None:
-    kv, other = filled(dtype, page_size, 1), filled(dtype, page_size, 2)
+    kv, other = filled(dtype, page_size, 1), filled(dtype, page_size, 2, native=native)
     pages, targets = np.array([4, 1, 2], np.int32), np.array([0, 5, 3], np.int32)
     data = kv.copy_out(pages)
     assert data.shape == (3, kv.page_bytes)
+    plain = filled(dtype, page_size, 1, native=False)
+    assert np.array_equal(plain.copy_out(pages), data)
     untouched = contents(other, np.array([1, 2, 4], np.int32))
     data.flags.writeable = False  # as a mapped file's
+    with pytest.raises(IndexError):
+        other.copy_in(np.array([6, 5, 3], np.int32), data)
     other.copy_in(targets, data)
     for got, want in zip(contents(other, targets), contents(kv, pages), strict=True):
         assert torch.equal(got, want)
     for got, want in zip(contents(other, np.array([1, 2, 4], np.int32)), untouched, strict=True):
         assert torch.equal(got, want)
-
-
-def test_memory_is_provided_for_the_pages_that_are_named_and_no_others() -> None:
-    kv = KVTensors((LayerLayout(8, 64, 64),), 1024, 16)
-    take_back(kv.keys[0], kv.values[0])  # 64 MB, which the allocator may have used before
-    kv.keys[0][:16], kv.values[0][:16] = 1, 2
-    before = resident()
-    kv.provide(np.arange(512, dtype=np.int32))
-    grown = resident() - before
-    assert 0.9 < grown / (32 << 20) < 1.1
-    assert (kv.keys[0][:16] == 1).all()
-    assert (kv.values[0][:16] == 2).all()
-    kv.provide(np.arange(0, dtype=np.int32))
-    assert resident() - before - grown < 1 << 20
-
-
-def take_back(*tensors: torch.Tensor) -> None:
-    """Let the system have the memory of the tensors, apart from the pages at their ends."""
-    for tensor in tensors:
-        begin = -(-tensor.data_ptr() // PAGESIZE) * PAGESIZE
-        end = (tensor.data_ptr() + tensor.nbytes) // PAGESIZE * PAGESIZE
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        assert not madvise(begin, end - begin, mmap.MADV_DONTNEED)
-
-
-def resident() -> int:
-    """Bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
 
 
 def test_pages_of_another_size_are_refused_before_anything_is_written() -> None:

@@ -30,9 +30,6 @@ class OracleContent:
             part.reshape(-1, PAGE_SIZE).view(np.uint8) for part in (runner.tokens, runner.positions)
         ]
 
-    def provide(self, pages: IntArray) -> None:
-        """It has its memory."""
-
     def copy_out(self, pages: IntArray, out: Any = None) -> Any:
         data = np.concatenate([part[pages] for part in self._parts], axis=1)
         if out is None:

@@ -1,4 +1,4 @@
-"""Bindings of the compiled CPU kernels: attention over the paged pool, relocation of KV, int8.
+"""Bindings of the compiled CPU kernels: attention over the paged pool, KV moved and copied, int8.
 
 `load()` returns the library that setup.py builds, or None; callers then use plain torch.
 """
@@ -94,6 +94,21 @@ class MoveCall(ctypes.Structure):
     ]
 
 
+class PageCopy(ctypes.Structure):
+    """Whole pages to copy out of a pool or into it; mirrors `page_copy` in move.h."""
+
+    _fields_ = [
+        ("tensors", ctypes.c_int64),
+        ("pages", ctypes.c_int64),
+        ("tensor", ctypes.c_void_p),
+        ("bytes", ctypes.c_void_p),
+        ("page", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("into_pool", ctypes.c_int32),
+    ]
+
+
 class QuantizeCall(ctypes.Structure):
     """Fresh keys or values that become int8; mirrors `quantize_call` in numbers.h."""
 
@@ -129,8 +144,8 @@ class Library:
         sizes = functions.kvweave_sizes()
         sizeof = ctypes.sizeof
         expected = 0
-        for each in (AttentionCall, QuantizeCall, MoveCall, MoveLayer):
-            expected = expected << 16 | sizeof(each)
+        for each in (AttentionCall, QuantizeCall, PageCopy, MoveCall, MoveLayer):
+            expected = expected << 12 | sizeof(each)
         if sizes != expected:
             raise OSError("it was built from other sources than these; install kvweave again")
         self.level: int = functions.kvweave_level()
@@ -147,6 +162,9 @@ class Library:
         self.quantize = functions.kvweave_quantize
         self.quantize.argtypes = [ctypes.POINTER(QuantizeCall)]
         self.quantize.restype = None
+        self.copy_pages = functions.kvweave_copy_pages
+        self.copy_pages.argtypes = [ctypes.POINTER(PageCopy)]
+        self.copy_pages.restype = None
         self.linear = LinearKernels(functions)
 
 

@@ -19,6 +19,6 @@ int32_t kvweave_level(void) {
 /* Sizes of the structs that the caller must fill in, so that it never calls a build that does not
  * fit. */
 int64_t kvweave_sizes(void) {
-    return (int64_t)sizeof(attention_call) << 48 | (int64_t)sizeof(quantize_call) << 32 |
-           sizeof(move_call) << 16 | sizeof(move_layer);
+    return (int64_t)sizeof(attention_call) << 48 | (int64_t)sizeof(quantize_call) << 36 |
+           (int64_t)sizeof(page_copy) << 24 | sizeof(move_call) << 12 | sizeof(move_layer);
 }

@@ -1,5 +1,7 @@
-/* Runs a move on all threads, and quantises fresh KV. */
+/* Runs a move on all threads, quantises fresh KV, and copies whole pages. */
 #include "move.h"
+
+#include <string.h>
 
 #include "threads.h"
 
@@ -35,4 +37,17 @@ void kvweave_quantize(const quantize_call *call) {
     if (call->level >= 2) kernel = quantize_kv_avx512;
 #endif
     kernel(call);
+}
+
+/* On the calling thread: others have steps to run. */
+void kvweave_copy_pages(const page_copy *call) {
+    char *row = call->rows;
+    for (int64_t t = 0; t < call->tensors; row += call->bytes[t++]) {
+        size_t bytes = call->bytes[t];
+        for (int64_t i = 0; i < call->pages; i++) {
+            char *inside = call->tensor[t] + call->page[i] * (int64_t)bytes;
+            char *outside = row + i * call->stride;
+            memcpy(call->into_pool ? inside : outside, call->into_pool ? outside : inside, bytes);
+        }
+    }
 }

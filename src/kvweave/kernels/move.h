@@ -1,4 +1,5 @@
-/* Moving KV from slots to slots, keys rotated: what the callers and the kernels agree on. */
+/* Moving KV from slots to slots, keys rotated, and copying whole pages out and in: what the callers
+ * and the kernels agree on. */
 #ifndef KVWEAVE_MOVE_H
 #define KVWEAVE_MOVE_H
 
@@ -31,6 +32,20 @@ typedef struct {
     int32_t threads;
     int32_t level;
 } move_call;
+
+/* Bytes of whole pages, between the tensors of a pool and the rows of a buffer. A row holds the
+ * page's bytes of all tensors, one after another. One call for all of them, since whoever copies
+ * from Python array by array must wait for the interpreter's lock between any two.
+ * The Python side mirrors this struct field by field. */
+typedef struct {
+    int64_t tensors, pages;
+    char *const *tensor;
+    const int64_t *bytes; /* of a page in each tensor */
+    const int32_t *page;
+    char *rows;
+    int64_t stride; /* bytes from row to row */
+    int32_t into_pool;
+} page_copy;
 
 /* Tokens that a thread moves at a time, within one layer. */
 #define MOVE_CHUNK 128

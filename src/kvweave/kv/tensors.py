@@ -8,8 +8,7 @@ int8 costs an answer, since a few dimensions of keys are much larger than the ot
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from mmap import PAGESIZE
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,29 +18,11 @@ import torch
 from kvweave import kernels
 from kvweave.errors import IntegrityError
 from kvweave.kv.layout import LayerLayout
-from kvweave.kv.pool import IntArray, runs_of
+from kvweave.kv.pool import IntArray
 
 _SCALE = torch.float32
 _TINY = 1e-35
 """Numbers that are all smaller than this are kept as zeros: 127 / them would be infinite."""
-
-
-_POPULATE_WRITE = 23
-"""Linux 5.14: fault pages in, as if they were written to. Python's mmap has no name for it."""
-_PROVIDED = 32
-"""Pages whose memory is asked for before that of the next ones: they are written in that order."""
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except (AttributeError, OSError, TypeError):
-        return None
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return madvise
-
-
-_madvise = _find_madvise()
 
 
 def quantize(numbers: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,8 +77,7 @@ class KVTensors:
         self.num_slots = num_pages * page_size
         self.dtype = dtype
         self.device = torch.device(device)
-        compiled = native and dtype == torch.int8 and self.device.type == "cpu"
-        self._library = kernels.load() if compiled else None
+        self._library = kernels.load() if native and self.device.type == "cpu" else None
         self._level = level
 
         def room(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -209,24 +189,6 @@ class KVTensors:
             return (pool[slots] * factors).to(dtype or _SCALE)
         return pool[slots].to(dtype or pool.dtype)
 
-    def provide(self, pages: IntArray) -> None:
-        """Have the system provide the memory of `pages` now, not when they are first written.
-
-        On any thread; changes no content. Does nothing on other devices than CPUs, and where the
-        system cannot do it.
-        """
-        if self.device.type != "cpu" or _madvise is None:
-            return
-        for some in np.split(pages, range(_PROVIDED, len(pages), _PROVIDED)):
-            for first, count in runs_of(some):
-                for part in self._parts():
-                    length = part.element_size() * part[0].numel() * self.page_size
-                    begin = part.data_ptr() + first * length
-                    end = begin + count * length
-                    begin -= begin % PAGESIZE
-                    if length and _madvise(begin, end - begin, _POPULATE_WRITE):
-                        return
-
     def copy_out(
         self, pages: IntArray, out: npt.NDArray[np.uint8] | None = None
     ) -> npt.NDArray[np.uint8]:
@@ -235,6 +197,9 @@ class KVTensors:
         They are written to `out`, if given: of that shape, with contiguous rows.
         """
         data = np.empty((len(pages), self.page_bytes), np.uint8) if out is None else out
+        if self._library is not None:
+            self._copy_pages(self._library, pages, data, into_pool=False)
+            return data
         for part, column in self._by_page(data):
             column[:] = part[pages] if isinstance(part, np.ndarray) else _on_cpu(part, pages)
         return data
@@ -249,6 +214,9 @@ class KVTensors:
                 f"{len(pages)} pages are {self.page_bytes} bytes each, not {data.dtype} "
                 f"{data.shape}"
             )
+        if self._library is not None:
+            self._copy_pages(self._library, pages, data, into_pool=True)
+            return
         for part, column in self._by_page(data):
             if isinstance(part, np.ndarray):
                 part[pages] = column
@@ -256,6 +224,34 @@ class KVTensors:
                 part[torch.from_numpy(pages).long()] = torch.from_numpy(column.copy()).to(
                     self.device
                 )
+
+    def _copy_pages(
+        self,
+        library: kernels.Library,
+        pages: IntArray,
+        rows: npt.NDArray[np.uint8],
+        *,
+        into_pool: bool,
+    ) -> None:
+        """All pages and tensors in one call, during which other threads run Python."""
+        pages = np.ascontiguousarray(pages, np.int32)
+        if len(pages) and not 0 <= pages.min() <= pages.max() < self.num_slots // self.page_size:
+            raise IndexError(f"pages {pages.min()} to {pages.max()} are not all in the pool")
+        parts = self._parts()
+        memory = np.array([part.data_ptr() for part in parts], np.uintp)
+        lengths = [part.element_size() * part[0].numel() * self.page_size for part in parts]
+        bytes_of = np.array(lengths, np.int64)
+        call = kernels.PageCopy(
+            tensors=len(parts),
+            pages=len(pages),
+            tensor=memory.ctypes.data,
+            bytes=bytes_of.ctypes.data,
+            page=pages.ctypes.data,
+            rows=rows.ctypes.data,
+            stride=rows.strides[0],
+            into_pool=into_pool,
+        )
+        library.copy_pages(ctypes.byref(call))
 
     def _parts(self) -> tuple[torch.Tensor, ...]:
         return (*self.keys, *self.values, *self.key_scales, *self.value_scales)

@@ -32,8 +32,6 @@ _REST_SECONDS = 60.0
 
 BUFFER_BYTES = 8 << 20
 _BUFFERS = 3
-READERS = 2
-"""Threads that read: what they do is mostly to copy memory, and to have the system provide it."""
 
 
 class Worker:
@@ -112,7 +110,7 @@ class StoreAccess:
             self._reset()
             store.count = self.catalog().count()
         self.finder = Worker("finder", 0)
-        self.readers = [Worker(f"reader-{number}", 19) for number in range(READERS)]
+        self.reader = Worker("reader", 19)
         self.writer = Worker("writer", 10)
 
     @property
@@ -129,7 +127,7 @@ class StoreAccess:
             self.store.close()
 
     def _workers(self) -> tuple[Worker, ...]:
-        return (self.writer, *self.readers, self.finder)
+        return (self.writer, self.reader, self.finder)
 
     def run(
         self,
@@ -215,8 +213,6 @@ class PageContent(Protocol):
 
     @property
     def page_bytes(self) -> int: ...
-
-    def provide(self, pages: IntArray) -> None: ...
 
     def copy_out(self, pages: IntArray, out: ByteArray | None = None) -> ByteArray: ...
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvweave.kv.pool import IntArray
 from kvweave.prefix.lease import Lease, RequestView
-from kvweave.store.access import BUFFER_BYTES, READERS, Offloading
+from kvweave.store.access import BUFFER_BYTES, Offloading
 from kvweave.store.catalog import StoredPath
 from kvweave.store.figures import mean
 
@@ -41,9 +41,8 @@ class _Load:
 class _Reading:
     """A path on its way from the store to pages of a lease.
 
-    Readers take piece after piece. Each copies with a lock of its own held: whoever has set
-    `cancelled` and then held each lock once may give the pages back, even if a reader hangs in the
-    file system.
+    The reader takes piece after piece, and copies with `copying` held: whoever has set `cancelled`
+    and then held the lock once may give the pages back, even if the reader hangs in a file system.
     """
 
     load: _Load
@@ -56,16 +55,7 @@ class _Reading:
     at: int
     """Pages before this one are in the cache."""
     began: float
-    next: int
-    """Page that the next piece begins with; guarded by `taking`."""
-    taking: threading.Lock = field(default_factory=threading.Lock)
-    copying: list[threading.Lock] = field(
-        default_factory=lambda: [threading.Lock() for _ in range(READERS)]
-    )
-    working: int = READERS
-    """Readers that have not ended."""
-    arrived: dict[int, int] = field(default_factory=dict)
-    """Pieces behind `at`, from which page up to which."""
+    copying: threading.Lock = field(default_factory=threading.Lock)
     cancelled: bool = False
 
 
@@ -104,7 +94,7 @@ class Loads:
 
     def readers_at_work(self) -> int:
         """Threads that are reading: they leave their core to whoever wants it."""
-        return 0 if self._reading is None else self._reading.working
+        return int(self._reading is not None)
 
     def give_way(self) -> bool:
         """Give back what is held for a request that waits, which goes ahead without the rest."""
@@ -208,17 +198,14 @@ class Loads:
             end = min(len(path.pages), first + cache.pool.num_free + cache.evictable_pages)
             if end > first and cache.grow(lease, end * self._size):
                 pages = lease.pages[:end].copy()
-                self._reading = _Reading(
-                    load, path, lease, pages, first, first, time.monotonic(), first
-                )
+                self._reading = _Reading(load, path, lease, pages, first, first, time.monotonic())
         finally:
             if self._reading is None:
                 self._of.give_back(lease)
         if self._reading is not None:
             self._counters.loads += 1
-            for number, reader in enumerate(self._access.readers):
-                read = partial(self._read, self._reading, number)
-                self._access.run(reader, read, partial(self._reader_ended, self._reading))
+            read = partial(self._read, self._reading)
+            self._access.run(self._access.reader, read, partial(self._ended, self._reading))
 
     def _pays(self, pages: int, gain: int) -> bool:
         """Whether to read `pages` takes less time than to compute `gain` tokens."""
@@ -231,51 +218,40 @@ class Loads:
         needed = pages * self._of.content.page_bytes / self._of.speeds.read
         return needed < gain / self._of.speeds.compute
 
-    def _read(self, reading: _Reading, number: int) -> None:
-        """On the thread of reader `number`: read pieces of a path until none is left."""
+    def _read(self, reading: _Reading) -> None:
+        """On the reader's thread: read a path piece by piece."""
         buffer = np.empty((self._piece, self._of.content.page_bytes), np.uint8)
-        while not reading.cancelled:
-            with reading.taking:
-                begin, end = reading.next, min(reading.next + self._piece, len(reading.pages))
-                reading.next = end
-            if begin == end:
-                return
-            some, to = reading.path.pages[begin:end], reading.pages[begin:end]
+        for begin in range(reading.first, len(reading.pages), self._piece):
+            to = reading.pages[begin : begin + self._piece]
+            some = reading.path.pages[begin : begin + len(to)]
             sound = self._access.store.read(some, buffer)
-            self._of.content.provide(to[:sound])
-            with reading.copying[number]:
+            with reading.copying:
                 if reading.cancelled:
                     return
                 self._of.content.copy_in(to[:sound], buffer[:sound])
-            self._access.tell(partial(self._arrived, reading, begin, begin + sound))
+            self._access.tell(partial(self._arrived, reading, begin + sound))
             if sound < len(some):
                 self._access.tell(partial(self._is_damaged, some[sound].key))
                 return
 
-    def _arrived(self, reading: _Reading, begin: int, end: int) -> None:
-        """A piece is in its pages: publish what is there without a gap."""
-        if reading.cancelled:
-            return
-        before = reading.at
-        reading.arrived[begin] = end
-        while reading.at in reading.arrived:
-            reading.at = max(reading.at, reading.arrived.pop(reading.at))
-        if reading.at == before:
+    def _arrived(self, reading: _Reading, end: int) -> None:
+        """All pages before `end` have their content: publish them."""
+        if reading.cancelled or end == reading.at:
             return
         try:
             tokens = reading.path.tokens
-            self._of.cache.publish(reading.lease, tokens, computed=reading.at * self._size)
+            self._of.cache.publish(reading.lease, tokens, computed=end * self._size)
         except Exception:
             self._access.faults += 1
             log.warning("stored KV could not be taken over", exc_info=True)
             self._stop(reading)
             return
-        self._counters.loaded += (reading.at - before) * self._size
+        self._counters.loaded += (end - reading.at) * self._size
+        reading.at = end
         self._late_in_a_row = 0
 
-    def _reader_ended(self, reading: _Reading, _: None) -> None:
-        reading.working -= 1
-        if reading.working or reading.cancelled:
+    def _ended(self, reading: _Reading, _: None) -> None:
+        if reading.cancelled:
             return
         self._stop(reading)
         count = reading.at - reading.first
@@ -288,9 +264,8 @@ class Loads:
     def _stop(self, reading: _Reading) -> None:
         """Give back the pages of a path, whether it was read to its end or not."""
         reading.cancelled = True
-        for lock in reading.copying:
-            with lock:
-                pass  # from now on this reader copies nothing
+        with reading.copying:
+            pass  # from now on the reader copies nothing
         self._reading = None
         self._of.give_back(reading.lease)
 
