@@ -22,7 +22,7 @@ from kvweave.kv.tensors import KVTensors
 from support.attention_batches import expected, make_batch, make_kv, shared
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
-KV_TYPES = (torch.float32, torch.bfloat16, torch.int8)
+KV_TYPES = tuple(kernels.NUMBER_TYPES)
 
 
 def implementations() -> Iterator[AttentionBackend]:

@@ -12,7 +12,7 @@ from kvweave.kv.layout import LayerLayout
 from kvweave.kv.tensors import KVTensors, quantize
 
 LAYOUTS = (LayerLayout(3, 64, 64), LayerLayout(1, 24, 40))
-TYPES = (torch.float32, torch.bfloat16, torch.int8)
+TYPES = tuple(kernels.NUMBER_TYPES)
 
 
 def filled(dtype: torch.dtype, page_size: int, seed: int, *, native: bool = True) -> KVTensors:

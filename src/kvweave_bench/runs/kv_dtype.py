@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from kvweave import kernels
 from kvweave.config import CacheConfig, EngineConfig
 from kvweave.kv.pool import IntArray
 from kvweave.kv.tensors import KVTensors
@@ -22,7 +23,7 @@ from kvweave_bench.report import Row
 from kvweave_bench.setting import Setting
 from kvweave_bench.workloads.prompts import wrapped_documents
 
-_TYPES = (torch.float32, torch.bfloat16, torch.int8)
+_TYPES = tuple(kernels.NUMBER_TYPES)
 _DOCUMENT, _QUICK_DOCUMENT = 512, 128
 _WRAPPER_ROOM = 128
 _ANSWER = 16
@@ -66,7 +67,7 @@ def _divergence(setting: Setting, loaded: dict[str, LoadedModel]) -> list[Row]:
             forced: tuple[int, ...] = ()
             for (name, kind), session in sessions.items():
                 logits, forced = _answer(session, kind, donor, prompt, forced)
-                right.setdefault(kind, logits)  # float32 comes first
+                right.setdefault(kind, logits)  # float32 comes first in the table
                 found[name, kind].append(_kl(right[kind], logits))
                 advance()
     return [
