@@ -27,7 +27,7 @@ def test_a_document_behind_another_header_is_moved(world: World) -> None:
     [span] = running.lease.plan.spans
     assert (span.start, span.donor_start, span.tier) == (19, 7, Tier.MOVED)
     assert 160 - world.pool.page_size < span.length <= 160
-    assert running.lease.plan.publishable == 19
+    assert running.lease.plan.publishable(running.lease.plan.length) == 19
     world.check()
 
 

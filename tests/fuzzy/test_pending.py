@@ -41,7 +41,7 @@ def test_an_approximate_donor_is_waited_for_in_its_exact_part_only(world: World)
     head, document = text(1, 48), text(2, 64)
     world.serve(text(3, 7) + document + text(4, 16))
     producer = world.start(head + document + text(5, 40))
-    assert producer.lease.plan.publishable == 48
+    assert producer.lease.plan.publishable(128) == 48
     asking = world.view(head + document + text(5, 40))
     assert world.cache.pending_prefix(asking, 0) == 48
     assert world.compute(producer)

@@ -45,7 +45,7 @@ def test_a_paraphrased_sentence_between_equal_text_is_served(world: SemanticWorl
     assert paraphrase.start == paraphrase.donor_start
     assert plan.served_by(Tier.PARAPHRASE) == 7
     assert plan.served_by(Tier.MOVED) + 7 == plan.served
-    assert plan.publishable == paraphrase.start
+    assert plan.publishable(plan.length) == paraphrase.start
     assert world.cache.stats().hit_tokens["paraphrase"] == 7
     assert world.compute(running)
     world.check()

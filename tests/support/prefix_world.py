@@ -227,7 +227,7 @@ class Client:
 
     def _shareable(self) -> int:
         plan = self.lease.plan
-        return min(self.frontier, plan.publishable) if plan.approximate else self.frontier
+        return min(self.frontier, plan.spans[0].start) if plan.spans else self.frontier
 
     def _grow(self, tokens: int) -> bool:
         world = self.world
@@ -368,7 +368,7 @@ class Chaos:
 def _common(view: RequestView, other: Client, page_size: int) -> int:
     if view.namespace != other.view.namespace:
         return 0
-    limit = min(len(view.tokens) - 1, len(other.view.tokens), other.lease.plan.publishable)
+    limit = min(len(view.tokens) - 1, other.lease.plan.publishable(len(other.view.tokens)))
     if view.max_exact is not None:
         limit = min(limit, view.max_exact)
     same = view.tokens[:limit] == other.view.tokens[:limit]

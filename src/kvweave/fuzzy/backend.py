@@ -98,7 +98,7 @@ class FuzzyCache(RadixCache):
             self._sessions.healed(lease.namespace, lease.rid, whole)
         donors = self._donors
         donors.publisher, donors.semantic = lease.rid, lease.semantic
-        donors.prompt_end = lease.plan.publishable // self.page_size * self.page_size
+        donors.prompt_end = self._shareable(lease, lease.plan.length)
         super().publish(lease, tokens, computed)
 
     def continuation(self, lease: Lease, tokens: IntArray, most: int) -> IntArray:

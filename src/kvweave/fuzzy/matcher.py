@@ -223,7 +223,7 @@ class _PendingDonor:
     @property
     def remaining(self) -> tuple[int, int]:
         """The positions that it will publish: from, to."""
-        end = min(len(self._tokens), self.lease.plan.publishable)
+        end = self.lease.plan.publishable(len(self._tokens))
         return self.lease.published, end // self._page_size * self._page_size
 
     def shared(self, view: RequestView) -> list[EqualRun] | None:

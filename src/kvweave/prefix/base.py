@@ -136,10 +136,7 @@ class CacheBackend(PrefixCache, CacheInspector):
 
     def _shareable(self, lease: Lease, computed: int) -> int:
         """How many of `computed` tokens others may see: whole pages, nothing approximate."""
-        plan = lease.plan
-        if plan.approximate:
-            computed = min(computed, plan.publishable)
-        return computed // self.page_size * self.page_size
+        return lease.plan.publishable(computed) // self.page_size * self.page_size
 
     def _converge(self, lease: Lease, first: int, canonical: IntArray) -> None:
         """Swap the lease's pages from index `first` on for the cache's, which hold the same."""

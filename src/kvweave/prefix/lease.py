@@ -219,10 +219,10 @@ class Plan:
     def approximate(self) -> bool:
         return bool(self.spans)
 
-    @property
-    def publishable(self) -> int:
-        """Positions below this one have exact KV once computed; none from here on may be shared."""
-        return self.spans[0].start if self.spans else self.length
+    def publishable(self, computed: int) -> int:
+        """How many of the first `computed` tokens, output included, have exact KV: others may use
+        these. Nothing is from the first span on."""
+        return min(computed, self.spans[0].start) if self.spans else computed
 
     def frontier(self, done: int) -> int:
         """All positions below the result have KV once the first `done` of `compute` have run."""

@@ -73,7 +73,7 @@ class PendingPrefixes:
         return best if best > matched else 0
 
     def _target(self, lease: Lease, tokens: IntArray) -> int:
-        return min(len(tokens), lease.plan.publishable) // self._page_size * self._page_size
+        return lease.plan.publishable(len(tokens)) // self._page_size * self._page_size
 
     def _group(self, namespace: Namespace, tokens: IntArray) -> tuple[Namespace, bytes]:
         return namespace, tokens[: self._page_size].tobytes()

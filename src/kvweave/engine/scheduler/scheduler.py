@@ -138,7 +138,7 @@ class Scheduler:
         if sequence.decoding:
             sequence.group.prompt_computed = True
         frontier = sequence.frontier
-        shareable = min(frontier, lease.plan.publishable) if lease.plan.approximate else frontier
+        shareable = lease.plan.publishable(frontier)
         # Most decodes do not complete a page: they cost a comparison here, not a call.
         if shareable - sequence.offered >= self._cache.page_size:
             sequence.offered = shareable // self._cache.page_size * self._cache.page_size
