@@ -93,7 +93,11 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def schedule(self) -> Step:
-        """Decide what the next step computes. Pages for it are taken; nothing else has changed."""
+        """Decide what the next step computes, and take the pages for it.
+
+        Sequences are admitted and preempted; one that meets an error ends, and is in `Step.failed`.
+        Nothing is computed or published yet: `commit` says what was.
+        """
         self.settle()
         self._step = Step()
         self._budget = self._config.chunked_prefill_size
@@ -276,7 +280,7 @@ class Scheduler:
         lacking = 0 if alone else self._admission.lacking(sequence, self.running)
         if lacking > 0 or not self._grow(lease, sequence.last_position(max(count, 1)) + 1):
             if alone:
-                self._share_nothing(sequence)
+                self._stop_sharing_or_fail(sequence)
             self._requeue(sequence)
             self._admission.refused(sequence, matched, self.running, max(lacking, 1))
             return False
@@ -310,7 +314,7 @@ class Scheduler:
         while not self._grow(sequence.lease, sequence.last_position(count) + 1):
             victim = max(self.running, key=lambda other: other.rank)
             if len(self.running) == 1:
-                self._share_nothing(sequence)
+                self._stop_sharing_or_fail(sequence)
             self._preempt(victim)
             self._admission.preempted()
             if victim is sequence:
@@ -323,9 +327,9 @@ class Scheduler:
             self.store is not None and self.store.give_way() and self._cache.grow(lease, tokens)
         )
 
-    def _share_nothing(self, sequence: Sequence) -> None:
-        """Alone, `sequence` lacks pages: from now on it locks no donors. RequestError if it has
-        none to let go of."""
+    def _stop_sharing_or_fail(self, sequence: Sequence) -> None:
+        """Alone, `sequence` lacks pages: next time it copies what it shares now, so that donors can
+        be evicted. RequestError if it shares nothing: the pool is too small for it."""
         if sequence.lease is None or not sequence.lease.shared:
             raise _too_small(self._cache)
         sequence.share_spans = False
