@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,7 @@ class Detokenizer:
     def __init__(
         self,
         decode: Callable[[list[int]], str],
-        prompt: SequenceOf[int] | IntArray,
+        prompt: abc.Sequence[int] | IntArray,
         skipped: Collection[int] = (),
     ) -> None:
         """`decode` shows special tokens as text; those in `skipped` are left out of the output."""
@@ -105,7 +104,7 @@ class Detokenizer:
         return self._decode(self._window) if self._window else ""
 
 
-def _context(decode: Callable[[list[int]], str], prompt: SequenceOf[int] | IntArray) -> list[int]:
+def _context(decode: Callable[[list[int]], str], prompt: abc.Sequence[int] | IntArray) -> list[int]:
     """The prompt's last tokens, from the beginning of a character on."""
     recent = [int(token) for token in prompt[-_CONTEXT - _LONGEST_CHARACTER + 1 :]]
     for start in range(max(0, len(recent) - _CONTEXT), -1, -1):
@@ -149,9 +148,9 @@ class StopMatcher:
 
     def __init__(
         self,
-        stops: SequenceOf[str],
+        stops: abc.Sequence[str],
         include: bool = False,
-        special: SequenceOf[str] = (),
+        special: abc.Sequence[str] = (),
     ) -> None:
         """`include`: the stop string itself is shown; `special`: what hidden text may be."""
         self._stops = [_Automaton(text) for text in stops]
@@ -281,7 +280,7 @@ class SequenceOutput:
         self.sequence.scored = len(self._prompt_logprobs) - 1
 
     def accept(
-        self, tokens: SequenceOf[int], logprobs: SequenceOf[TokenLogprob] = ()
+        self, tokens: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprob] = ()
     ) -> OutputDelta:
         """Append sampled tokens up to the answer's end: then `finish_reason` is set, and the delta
         holds fewer than were given. `logprobs` has one per token, or none.

@@ -267,7 +267,7 @@ class FuzzyCache(RadixCache):
 
     def _share(self, view: RequestView) -> float | None:
         """The share of moved tokens to recompute; at 1, nothing is moved. None: by the spans."""
-        return self._config.refresh if view.recompute is None else view.recompute
+        return self._config.refresh if view.recompute_share is None else view.recompute_share
 
     def _is_healed(self, view: RequestView, exact: int) -> bool:
         """Whether healing could add nothing to an exact prefix of `exact` tokens.

@@ -180,7 +180,7 @@ class DonorTree:
         self._order[pages] = node.order
         self._depth[pages] = np.arange(depth, depth + len(pages))
         if self.listener is not None:
-            self._journal.on_undone(self.listener.on_evicted, read_only(pages))
+            self._journal.after_undo(self.listener.on_evicted, read_only(pages))
             complete = node.end >= self.prompt_end
             self._publish(node, first_page, self.publisher, self.semantic, complete)
 
@@ -198,7 +198,7 @@ class DonorTree:
         if not first_page:
             del self._nodes[node.order]
         if self.listener is not None:
-            self._journal.on_undone(self._publish, node, first_page)
+            self._journal.after_undo(self._publish, node, first_page)
             self.listener.on_evicted(read_only(pages))
 
     def on_reset(self) -> None:
@@ -209,7 +209,7 @@ class DonorTree:
         self._order.fill(-1)
         if self.listener is not None:
             for node in nodes:
-                self._journal.on_undone(self._publish, node)
+                self._journal.after_undo(self._publish, node)
             self.listener.clear()
 
     def _publish(

@@ -172,7 +172,7 @@ class SessionDonors:
         self._by_request[segment.request] = (*self._by_request.get(segment.request, ()), segment)
         journal.keys(self._at_page, *pages)
         self._at_page.update(dict.fromkeys(pages, segment))
-        journal.on_undone(self._anchors.close, segment.pages)
+        journal.after_undo(self._anchors.close, segment.pages)
         self._anchor(segment)
 
     def _anchor(self, segment: Segment) -> None:
@@ -274,7 +274,7 @@ class SessionDonors:
         others = tuple(each for each in self._by_request.pop(segment.request) if each != segment)
         if others:
             self._by_request[segment.request] = others
-        journal.on_undone(self._anchor, segment)
+        journal.after_undo(self._anchor, segment)
         self._anchors.close(segment.pages)
         return self._pool.drop(segment.pages)
 

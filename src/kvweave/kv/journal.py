@@ -66,7 +66,7 @@ class Journal:
         if self._undo is not None:
             self._undo.append(partial(call, *arguments))
 
-    def on_undone(self, call: Callable[..., object], *arguments: object) -> None:
+    def after_undo(self, call: Callable[..., object], *arguments: object) -> None:
         """Call this once everything is as it was: somebody was told of a change that is void."""
         if self._undo is not None:
             self._notices.append(partial(call, *arguments))

@@ -249,7 +249,7 @@ class RequestView:
     `tokens` (int32) are all tokens known so far: the prompt, and the output too when a preempted
     request comes back. `max_exact` bounds the exact prefix in tokens (0: compute everything, as
     prompt logprobs need); None leaves it to the cache. `fuzzy` False forbids anything approximate;
-    `recompute` is the share of it to compute again, None the configured one. From position
+    `recompute_share` of it is computed again, None: the configured share. From position
     `protected_from` on, where the last question begins, nothing may be served in other words; None:
     nobody knows where that is, and the cache is careful. `semantic` False forbids to compare its
     meaning with anybody's, now or later. Requests of one `session` may lend each other what they
@@ -264,7 +264,7 @@ class RequestView:
     max_exact: int | None = None
     fuzzy: bool = True
     protected_from: int | None = None
-    recompute: float | None = None
+    recompute_share: float | None = None
     semantic: bool = True
     session: str | None = None
     retain_seconds: float = 0.0

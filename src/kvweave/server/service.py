@@ -77,7 +77,7 @@ class Service:
         writer = (StreamWriter if body.stream else PlainWriter)(envelope, form)
         return GenerationResponse(generation, writer, stream=body.stream)
 
-    def generation(
+    def generate(
         self,
         body: RequestBody,
         prompts: Sequence[tuple[int, ...]],
@@ -195,7 +195,7 @@ async def start_chat(
     """
     service.card.require(body.model)
     chat = await read_chat(service, body, names)
-    generation = service.generation(
+    generation = service.generate(
         body,
         [chat.prompt.ids],
         [chat.sampling],

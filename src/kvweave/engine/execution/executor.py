@@ -6,8 +6,8 @@ Also names the components that an engine is built of.
 from __future__ import annotations
 
 import logging
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -111,7 +111,7 @@ class BatchBuilder:
         self._slots = _Buffer(np.int64)
         self._pages = _Buffer(np.int32)
 
-    def pack(self, rows: Rows[Row]) -> tuple[ForwardBatch, list[RowLogits]]:
+    def pack(self, rows: abc.Sequence[Row]) -> tuple[ForwardBatch, list[RowLogits]]:
         """Read tokens, positions and block tables of `rows` as they are now."""
         size = self._page_size
         query_start = np.zeros(len(rows) + 1, np.int32)
@@ -188,7 +188,7 @@ def _shared(leases: list[Lease], highest: list[int]) -> tuple[tuple[SharedSpan, 
     )
 
 
-def _recompute(rows: Rows[Row], query_start: IntArray) -> RecomputeRequest | None:
+def _recompute(rows: abc.Sequence[Row], query_start: IntArray) -> RecomputeRequest | None:
     """The tokens among which plans let the forward pass select; None if no plan does."""
     if all(row.sequence.plan.deferred is None for row in rows):
         return None
@@ -206,7 +206,7 @@ def _recompute(rows: Rows[Row], query_start: IntArray) -> RecomputeRequest | Non
     return RecomputeRequest(candidates, budget, tuple(strategies), np.zeros_like(candidates))
 
 
-def _logits(rows: Rows[Row], query_start: IntArray) -> tuple[LongArray, list[RowLogits]]:
+def _logits(rows: abc.Sequence[Row], query_start: IntArray) -> tuple[LongArray, list[RowLogits]]:
     """Which tokens' logits are wanted, and whose they are."""
     indices: list[int] = []
     wanted: list[RowLogits] = []
@@ -253,7 +253,7 @@ class RowOutput:
 
 
 def row_outputs(
-    logits: torch.Tensor, wanted: Rows[RowLogits], states: Mapping[Sequence, SamplingState]
+    logits: torch.Tensor, wanted: abc.Sequence[RowLogits], states: Mapping[Sequence, SamplingState]
 ) -> list[RowOutput]:
     """Outputs by row; `logits` may be overwritten. An exception concerns the whole batch."""
     outputs = [RowOutput() for _ in wanted]
@@ -276,7 +276,7 @@ def row_outputs(
     return outputs
 
 
-def _take(result: SampledTokens, rows: range, draft: Rows[int], output: RowOutput) -> None:
+def _take(result: SampledTokens, rows: range, draft: abc.Sequence[int], output: RowOutput) -> None:
     """The sampled tokens up to the first that differs from the draft.
 
     A draft proposes one token with certainty. Then to sample, and to go on as long as the sample
@@ -315,7 +315,7 @@ class BatchExecutor:
         self._batch_builder = batch_builder
 
     def run(
-        self, rows: Rows[Row], states: Mapping[Sequence, SamplingState], logged: str = ""
+        self, rows: abc.Sequence[Row], states: Mapping[Sequence, SamplingState], logged: str = ""
     ) -> Iterator[tuple[Row, RowOutput]]:
         """Yield every row with its output, in order. Handle each before taking the next: a later
         group is packed only then. `logged` is the error that the log already explains."""
@@ -365,7 +365,7 @@ class BatchExecutor:
             return False
 
     def _together(
-        self, rows: Rows[Row], states: Mapping[Sequence, SamplingState]
+        self, rows: abc.Sequence[Row], states: Mapping[Sequence, SamplingState]
     ) -> list[RowOutput]:
         batch, wanted = self._batch_builder.pack(rows)
         logits = self._components.runner.forward(batch)

@@ -173,7 +173,7 @@ class Sequence:
                 max_exact=self.scored if self.scores_prompt else None,
                 fuzzy=request.fuzzy and not exact,
                 protected_from=protected,
-                recompute=request.fuzzy_refresh,
+                recompute_share=request.fuzzy_refresh,
                 semantic=request.fuzzy_semantic,
                 session=request.session,
                 retain_seconds=request.retain_seconds,

@@ -75,7 +75,7 @@ def completions_router(service: Service) -> APIRouter:
             for prompt in (body.prompt if body.echo else ())
         ]
         form = _CompletionFormat(body, prompts, texts, service.texts)
-        generation = service.generation(
+        generation = service.generate(
             body,
             prompts,
             [sampling] * len(prompts),

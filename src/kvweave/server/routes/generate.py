@@ -142,7 +142,7 @@ def generate_router(service: Service) -> APIRouter:
         prompts = await asyncio.gather(
             *(reader.read(prompt, param=field) for prompt in body.prompts)
         )
-        generation = service.generation(
+        generation = service.generate(
             body, prompts, sampling, endpoint="generate", names={**_PARAMS, "prompt": field}
         )
         writer = _GenerateWriter(generation, body, service.texts)
