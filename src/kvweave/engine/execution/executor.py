@@ -1,6 +1,7 @@
 """One forward pass of the engine: packs the step's rows, runs them, and reads out each row.
 
-Also names the components that an engine is built of.
+Also names the components that an engine is built of: their factory loads the models' code for
+seconds, and is imported only where it is used.
 """
 
 from __future__ import annotations

@@ -300,6 +300,7 @@ def quantization_cost(
 
 def _logits(loaded: LoadedModel, text: IntArray) -> torch.Tensor:
     count = len(text)
+    # Not the KV's own type: the weights are measured, without what fewer bits of KV cost.
     kv = KVTensors(loaded.layouts, count, 1, dtype=loaded.dtype, device=loaded.device)
     runner = ModelRunner(loaded, kv, get_backend("auto", loaded.device))
     at, pages = np.arange(count), np.arange(count, dtype=np.int32)

@@ -49,7 +49,7 @@ from kvweave.server.tools import (
 
 
 def completions_router(service: Service) -> APIRouter:
-    """The route, bound to `service`."""
+    """POST /v1/completions: prompts continued as they stand, without a chat template."""
     router = APIRouter()
 
     @router.post(
