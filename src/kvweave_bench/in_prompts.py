@@ -162,7 +162,7 @@ class _Mute:
 class _Unmoved:
     """There is no KV to be moved."""
 
-    refusal = None
+    fixed_because = None
 
     def move(self, runs: Sequence[MoveRun]) -> None:
         pass

@@ -129,7 +129,7 @@ def test_a_document_behind_another_wrapper_is_moved(driver: SemblendEngine) -> N
 
 def test_what_it_has_verified_is_judged_again_by_the_sentence(driver: SemblendEngine) -> None:
     """Its own gate passes pounds for kilograms, along with all the rest."""
-    before = driver.cache.paraphrases.refused["facts"]
+    before = driver.cache.paraphrases.declined["facts"]
     driver.teach(DONOR)
     answer = driver.ask("r", OTHERS)
     ids = driver.tokenizer.encode(OTHERS)
@@ -142,7 +142,7 @@ def test_what_it_has_verified_is_judged_again_by_the_sentence(driver: SemblendEn
     [refusal] = [each for each in driver.cache.declined("r") if each.kind == "facts"]
     assert "lb" in driver.tokenizer.decode(ids[refusal.start : refusal.end])
     assert "lb" in refusal.reason
-    assert driver.cache.paraphrases.refused["facts"] == before + 1
+    assert driver.cache.paraphrases.declined["facts"] == before + 1
 
 
 def test_without_a_model_to_embed_with_it_does_not_start(

@@ -105,7 +105,7 @@ def test_why_not_knows_what_was_refused_in_other_words(hidden):
         ask(client, prompt, rid="words")
         begin = prompt.index(" It costs")
         moved = prompt.index(DOCUMENT) + 8
-        client.cache.paraphrases.refusals += [
+        client.cache.paraphrases.latest_declined += [
             Declined("words", begin, len(prompt), "facts", "20 is not 30"),
             Declined("words", begin, len(prompt), "gone", "the next best is not there"),
             Declined("words", moved, moved + 4, "facts", "something was served there"),

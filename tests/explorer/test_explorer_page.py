@@ -39,7 +39,7 @@ def url():
         ask(client, f"You are a porter. {DOCUMENT} When does it leave? {EVIL}")
         ask(client, f"Another tenant reads: {DOCUMENT}", cache_salt="tenant")
         ask(client, f"Exactly: {DOCUMENT}", fuzzy=False, rid="<b>rid</b>")
-        client.cache.paraphrases.refusals.append(
+        client.cache.paraphrases.latest_declined.append(
             Declined("<b>rid</b>", 9, 20, "facts", f"{EVIL} is not 30")
         )
         ask(client, f"{EVIL} once", cache_salt="evil")

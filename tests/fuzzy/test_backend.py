@@ -167,7 +167,7 @@ def test_namespaces_lend_nothing_to_each_other(world: World) -> None:
 
 def test_a_model_that_cannot_be_moved_is_refused_in_its_own_words() -> None:
     mover = SlotMover()
-    mover.refusal = "its keys cannot be moved: they carry no positions"
+    mover.fixed_because = "its keys cannot be moved: they carry no positions"
     with pytest.raises(UnsupportedModelError, match="they carry no positions"):
         FuzzyCache(PagePool(8, 4), CacheOptions(fuzzy=SMALL), mover)
 

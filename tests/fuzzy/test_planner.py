@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.config import FuzzyConfig
-from kvweave.fuzzy.planner import plan_spans, refusal
+from kvweave.fuzzy.planner import plan_spans, why_not_planned
 from kvweave.fuzzy.provider import Candidate
 from support.fuzzy_world import SMALL
 
@@ -142,14 +142,14 @@ def test_a_run_is_refused_with_a_reason_exactly_if_nothing_of_it_is_planned(
     for candidate in runs:
         if candidate.start == candidate.donor_start == 0:
             continue
-        found = refusal(candidate, 80, exact, config)
+        found = why_not_planned(candidate, 80, exact, config)
         assert (found is None) == bool(plan_spans([candidate], 80, exact, config))
         assert found is None or found.reason
 
 
 def test_the_gate_that_refuses_is_the_first_one_met() -> None:
     def gate(candidate: Candidate, **more: Any) -> str | None:
-        found = refusal(candidate, 100, 0, replace(FREE, **more))
+        found = why_not_planned(candidate, 100, 0, replace(FREE, **more))
         return found.gate if found else None
 
     assert gate(run(10, 10 + FREE.min_span)) is None

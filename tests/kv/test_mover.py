@@ -156,11 +156,11 @@ def test_models_whose_keys_are_fixed_are_refused_in_words() -> None:
     kv = KVTensors([LAYOUTS[0], fixed], 4, 4)
     mover = TensorMover(kv)
     words = "layer 1 of this model: its keys cannot be moved: its positions are learned"
-    assert mover.refusal == words
+    assert mover.fixed_because == words
     run = MoveRun(np.zeros(1, np.int32), np.ones(1, np.int32), 1)
     with pytest.raises(UnsupportedModelError, match=words):
         mover.move([run])
-    assert TensorMover(KVTensors(LAYOUTS, 4, 4)).refusal is None
+    assert TensorMover(KVTensors(LAYOUTS, 4, 4)).fixed_because is None
 
 
 @pytest.mark.parametrize(

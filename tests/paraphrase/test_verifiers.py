@@ -94,7 +94,7 @@ def test_a_verifier_is_asked_about_whole_sentences_elsewhere(
 def test_it_objects(world: SemanticWorld, fake: Fake) -> None:
     fake.does = lambda: "a kid may be a goat"
     assert not served(world)
-    [refusal] = world.cache.paraphrases.refusals
+    [refusal] = world.cache.paraphrases.latest_declined
     assert (refusal.kind, refusal.reason) == ("vetoed", "a kid may be a goat")
     assert world.cache.stats().provider["paraphrase_vetoed"] == 1
 

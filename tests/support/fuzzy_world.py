@@ -41,7 +41,7 @@ class SlotMover:
     """Moves rows of a `World`, and keeps every call."""
 
     def __init__(self) -> None:
-        self.refusal: str | None = None
+        self.fixed_because: str | None = None
         self.world: World
         self.moved: list[list[MoveRun]] = []
         self.fail_next = False

@@ -126,7 +126,7 @@ class SemanticWorld(World):
         ]
 
     def refused(self) -> dict[str, int]:
-        return dict(self.cache.paraphrases.refused)
+        return dict(self.cache.paraphrases.declined)
 
 
 def story(seed: int, sentences: int = 8) -> str:

@@ -84,7 +84,7 @@ class Reporter:
             hit_tokens=dict(cached.hit_tokens),
             evicted_tokens=cached.evicted_pages * size,
             dropped_event_batches=0 if self._events is None else self._events.dropped,
-            paraphrase_refused=reuse.refused,
+            paraphrase_refused=reuse.declined,
             provider_events=reuse.events,
             provider_figures=reuse.provider,
             heals_waiting=len(self._healer),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvweave.explorer.history import REFRESHED, Record, SourceRun
 from kvweave.fuzzy.matcher import EqualRun, TextIndex, window_hashes
 from kvweave.kv.pool import IntArray
-from kvweave.prefix.contract import Declined, NodeSnapshot, Refusal, TreeSnapshot
+from kvweave.prefix.contract import Declined, NodeSnapshot, NotReused, TreeSnapshot
 from kvweave.prefix.lease import RequestView, Tier
 from kvweave.server.metrics import RequestMetrics, milliseconds
 from kvweave.server.responses import TokenTexts
@@ -117,7 +117,7 @@ def donor_of(record: Record, run: SourceRun, earlier: Sequence[Record]) -> Recor
     return approximate
 
 
-NOTHING = Refusal(
+NOTHING = NotReused(
     "timing",
     "it could be reused now: when this prompt came, it was not cached yet, or was not found in "
     "time",
@@ -128,16 +128,16 @@ class Explained(NamedTuple):
     """A shared run and the reason why it was not reused."""
 
     run: SharedRun
-    refusal: Refusal
+    why: NotReused
 
 
 def explain(engine: Engine, record: Record, runs: Sequence[SharedRun]) -> list[Explained]:
     """The first gate that refuses each run. Runs on the engine's thread; changes nothing."""
-    return [Explained(run, _refusal(engine, record, run)) for run in runs]
+    return [Explained(run, _why_not_reused(engine, record, run)) for run in runs]
 
 
 def declined_paraphrases(engine: Engine, record: Record) -> list[Declined]:
-    """The first refusal of each passage with a proposed paraphrase and none served, in order.
+    """The first declined paraphrase of each passage where none is served, in order.
 
     Runs on the engine's thread; changes nothing.
     """
@@ -148,22 +148,22 @@ def declined_paraphrases(engine: Engine, record: Record) -> list[Declined]:
     return [found[start] for start in sorted(found)]
 
 
-def _refusal(engine: Engine, record: Record, run: SharedRun) -> Refusal:
+def _why_not_reused(engine: Engine, record: Record, run: SharedRun) -> NotReused:
     if run.donor.salt != record.salt:
-        return Refusal("salt", "the other prompt has another cache_salt")
+        return NotReused("salt", "the other prompt has another cache_salt")
     view = view_of(engine, record, record.prompt)
-    refusal = engine.cache.inspector.refusal(
+    why = engine.cache.inspector.why_not_reused(
         view, record.exact, run.start, run.length, run.donor_start
     )
-    return refusal or _not_cached(engine, run) or NOTHING
+    return why or _not_cached(engine, run) or NOTHING
 
 
-def _not_cached(engine: Engine, run: SharedRun) -> Refusal | None:
+def _not_cached(engine: Engine, run: SharedRun) -> NotReused | None:
     cached = engine.cache.match(view_of(engine, run.donor, run.donor.tokens))
     if cached >= run.donor_start + run.length:
         return None
     if not run.exact_there:
-        return Refusal(
+        return NotReused(
             "approximate",
             "the other prompt was itself served moved text before this point, and approximate KV "
             "is never reused",
@@ -171,8 +171,8 @@ def _not_cached(engine: Engine, run: SharedRun) -> Refusal | None:
     size = engine.cache.page_size
     if len(run.donor.tokens) - cached <= size:
         reason = f"only whole pages of {size} tokens are kept, and it reaches into the last one"
-        return Refusal("page", reason)
-    return Refusal("evicted", "its KV is not cached any more, or not to its end")
+        return NotReused("page", reason)
+    return NotReused("evicted", "its KV is not cached any more, or not to its end")
 
 
 def view_of(engine: Engine, record: Record, tokens: IntArray) -> RequestView:
@@ -289,14 +289,14 @@ def why_not_view(
     A paraphrase's reason quotes text, so it is there only where text may be shown.
     """
     runs = []
-    for run, refusal in explained:
+    for run, why in explained:
         entry: dict[str, Any] = {
             "start": run.start,
             "length": run.length,
             "donor": run.donor.number,
             "donor_start": run.donor_start,
-            "gate": refusal.gate,
-            "reason": refusal.reason,
+            "gate": why.gate,
+            "reason": why.reason,
         }
         if texts is not None:
             entry["excerpt"] = _excerpt(record, run.start, run.length, texts)

@@ -18,14 +18,14 @@ from kvweave.errors import IntegrityError, UnsupportedModelError
 from kvweave.fuzzy.donors import DonorTree, shared_run, slots_of, worth_their_paths
 from kvweave.fuzzy.guard import Guard, LentDonors
 from kvweave.fuzzy.matcher import PendingDonors
-from kvweave.fuzzy.planner import plan_spans, refusal
+from kvweave.fuzzy.planner import plan_spans, why_not_planned
 from kvweave.fuzzy.provider import Candidate, Gate, create_provider, split_tiers
 from kvweave.fuzzy.recompute import choose
 from kvweave.fuzzy.sessions import SessionCandidate, SessionDonors
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.kv.relocation import KVMover, MoveRun
 from kvweave.plugins import BACKENDS, PARAPHRASE_GATE, load
-from kvweave.prefix.contract import CacheOptions, CacheStats, Declined, Refusal, ReuseCounts
+from kvweave.prefix.contract import CacheOptions, CacheStats, Declined, NotReused, ReuseCounts
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.lease import Lease, Namespace, Plan, RequestView, SharedSpan, Span, Tier
 from kvweave.prefix.radix import RadixCache, RadixLease
@@ -46,10 +46,10 @@ class FuzzyCache(RadixCache):
     name = "fuzzy_match"
 
     def __init__(self, pool: PagePool, options: CacheOptions, mover: KVMover) -> None:
-        if mover.refusal is not None:
+        if mover.fixed_because is not None:
             exact = ", ".join(name for name, backend in BACKENDS.items() if not backend.moves)
             raise UnsupportedModelError(
-                f"{mover.refusal}; it can be served with --prefix-cache-backend {exact}"
+                f"{mover.fixed_because}; it can be served with --prefix-cache-backend {exact}"
             )
         super().__init__(pool, options)
         self._config = options.fuzzy or FuzzyConfig()
@@ -197,31 +197,31 @@ class FuzzyCache(RadixCache):
 
     def reuse_counts(self) -> ReuseCounts:
         return ReuseCounts(
-            refused=dict(self.paraphrases.refused),
+            declined=dict(self.paraphrases.declined),
             events={**self._guard.counts, "failed_moves": self._unmoved},
             provider=self._guard.told,
         )
 
     def declined(self, rid: str) -> list[Declined]:
-        return [each for each in self.paraphrases.refusals if each.rid == rid]
+        return [each for each in self.paraphrases.latest_declined if each.rid == rid]
 
-    def refusal(
+    def why_not_reused(
         self, view: RequestView, exact: int, start: int, length: int, donor_start: int
-    ) -> Refusal | None:
+    ) -> NotReused | None:
         if start == donor_start == 0:
-            return super().refusal(view, exact, start, length, donor_start)
+            return super().why_not_reused(view, exact, start, length, donor_start)
         if not view.fuzzy:
-            return Refusal("exact-only", "the request asked for an answer from exact KV only")
+            return NotReused("exact-only", "the request asked for an answer from exact KV only")
         if self._config.max_share == 0:
-            return Refusal("max-share", "--fuzzy-max-share 0 demands exactness of every request")
+            return NotReused("max-share", "--fuzzy-max-share 0 demands exactness of every request")
         if self._is_healed(view, exact):
-            return Refusal(
+            return NotReused(
                 "healed",
                 "all full pages are cached exactly: the rest is computed, so that the "
                 "answer is exact",
             )
         run = Candidate(start=start, length=length, page=-1, donor_start=donor_start)
-        return refusal(run, len(view.tokens), exact, self._config)
+        return why_not_planned(run, len(view.tokens), exact, self._config)
 
     def settle(self, seconds: float) -> bool:
         """Wait for what the provider does in the background; False if it takes longer."""
@@ -287,7 +287,7 @@ class FuzzyCache(RadixCache):
         for claim in claims:
             run = self._donors.verified(view, claim)
             if run is None:
-                self._guard.refuse(claim)
+                self._guard.count_not_cached(claim)
             else:
                 runs.append(run)
         if config.session_donors:

@@ -244,7 +244,7 @@ class Guard:
             self._fault("raised", "failed in match; drafts go on without its help")
             return []
 
-    def refuse(self, candidate: Candidate) -> None:
+    def count_not_cached(self, candidate: Candidate) -> None:
         """Count a candidate whose tokens are not cached where it says."""
         self._fault("refused", f"proposed what is not cached there: {candidate!r}")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from kvweave.config import FuzzyConfig
 from kvweave.fuzzy.provider import Candidate
-from kvweave.prefix.contract import Refusal
+from kvweave.prefix.contract import NotReused
 
 
 def plan_spans(
@@ -40,7 +40,9 @@ def plan_spans(
     return pieces if served >= config.min_reuse_ratio * length else []
 
 
-def refusal(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Refusal | None:
+def why_not_planned(
+    run: Candidate, length: int, exact: int, config: FuzzyConfig
+) -> NotReused | None:
     """The rule by which `plan_spans` serves nothing of `run` alone; None if it serves some."""
     pieces = plan_spans([run], length, exact, config)
     if pieces:
@@ -48,9 +50,9 @@ def refusal(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Ref
     shortest, usable = config.min_span, _usable(run, length, exact, config).length
     if run.length < shortest:
         reason = f"it has {run.length} tokens, and --fuzzy-min-span asks for {shortest}"
-        return Refusal("min-span", reason)
+        return NotReused("min-span", reason)
     if usable < shortest:
-        return Refusal(
+        return NotReused(
             "edges",
             f"only {max(usable, 0)} of its tokens lie where text may be moved, fewer than "
             f"--fuzzy-min-span {shortest}: not among either prompt's first "
@@ -58,8 +60,8 @@ def refusal(run: Candidate, length: int, exact: int, config: FuzzyConfig) -> Ref
         )
     if int(config.max_share * length) < shortest:
         reason = f"--fuzzy-max-share {config.max_share:g} leaves no room for a span"
-        return Refusal("max-share", reason)
-    return Refusal(
+        return NotReused("max-share", reason)
+    return NotReused(
         "min-reuse",
         f"it would serve {usable / length:.1%} of the prompt, and --fuzzy-min-reuse-ratio asks "
         f"for {config.min_reuse_ratio:.0%}",

@@ -190,9 +190,9 @@ def split_tiers(candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[
 class Gate(Protocol):
     """Judges candidates of tier paraphrase by whether they say what the prompt says."""
 
-    refused: Counter[str]
-    """Candidates refused, by kind."""
-    refusals: deque[Declined]
+    declined: Counter[str]
+    """Candidates declined, by kind."""
+    latest_declined: deque[Declined]
     """The latest of them."""
 
     def fill(

@@ -92,7 +92,7 @@ class KVMover(Protocol):
     """Fills recipients' slots with moved KV."""
 
     @property
-    def refusal(self) -> str | None:
+    def fixed_because(self) -> str | None:
         """Why this model's KV cannot be moved, as a sentence; None if it can."""
 
     def move(self, runs: Sequence[MoveRun]) -> None:
@@ -113,7 +113,7 @@ class TensorMover:
         self._is_source = np.zeros(kv.num_slots, np.bool_)
 
     @property
-    def refusal(self) -> str | None:
+    def fixed_because(self) -> str | None:
         """See KVMover."""
         for number, layout in enumerate(self._kv.layouts):
             if layout.rotary is None:
@@ -122,9 +122,9 @@ class TensorMover:
         return None
 
     def move(self, runs: Sequence[MoveRun]) -> None:
-        """See KVMover. Raises UnsupportedModelError if refused, IntegrityError for unfit slots."""
-        if self.refusal is not None:
-            raise UnsupportedModelError(self.refusal)
+        """See KVMover. UnsupportedModelError if it cannot, IntegrityError for unfit slots."""
+        if self.fixed_because is not None:
+            raise UnsupportedModelError(self.fixed_because)
         runs = [run for run in runs if len(run.sources)]
         if not runs:
             return
@@ -163,7 +163,7 @@ class TensorMover:
                 for tensor in (self._kv.keys[number], *unturned):
                     tensor[write] = 0
                 continue
-            assert layout.rotary is not None  # else refused
+            assert layout.rotary is not None  # else `fixed_because`
             for tensor in self._kv.unturned(number):
                 tensor[write] = tensor[read]
             for run, end in zip(runs, ends, strict=True):
@@ -182,7 +182,7 @@ class TensorMover:
         turns: dict[Any, npt.NDArray[np.float32]] = {}  # layers mostly share their frequencies
         for number, layout in enumerate(kv.layouts):
             rotary = layout.rotary
-            assert rotary is not None  # else refused
+            assert rotary is not None  # else `fixed_because`
             kind = (rotary.inv_freq.tobytes(), rotary.interleaved)
             if kind not in turns:
                 turns[kind] = np.stack([turn(rotary, run.delta) for run in runs])

@@ -137,9 +137,9 @@ class ParaphraseGate:
         self._verifier = None if verifier is None else VerifierWorker(verifier)
         self.facts: Verifier = differing
         """Compares facts. Benches replace it."""
-        self.refused: Counter[str] = Counter()
-        """Candidates refused, by kind."""
-        self.refusals: deque[Declined] = deque(maxlen=_REMEMBERED)
+        self.declined: Counter[str] = Counter()
+        """Candidates declined, by kind."""
+        self.latest_declined: deque[Declined] = deque(maxlen=_REMEMBERED)
         """The latest of them."""
 
     def fill(
@@ -161,17 +161,17 @@ class ParaphraseGate:
             try:
                 if self._overlaps(claim, chosen):
                     continue  # its place is taken, most often by a better one
-                refusal = self._too_much(claim, room) or contained(
-                    partial(self._refusal, view, exact, claim, until)
+                objection = self._too_much(claim, room) or contained(
+                    partial(self._objection, view, exact, claim, until)
                 )
             except Exception as error:  # tokenizers and verifiers are foreign code
                 _log.debug("a paraphrase could not be judged", exc_info=True)
-                refusal = "failed", f"it could not be judged: {error!r}"
-            if refusal is None:
+                objection = "failed", f"it could not be judged: {error!r}"
+            if objection is None:
                 chosen.append(claim)
                 room -= claim.length
             else:
-                self._note(view, claim, *refusal)
+                self._note(view, claim, *objection)
         served = sum(piece.length for piece in chosen)
         if not pieces and served < self._config.min_reuse_ratio * length:
             return []
@@ -179,19 +179,19 @@ class ParaphraseGate:
 
     def stats(self) -> dict[str, float]:
         """Refusals by kind."""
-        return {f"paraphrase_{kind}": float(count) for kind, count in self.refused.items()}
+        return {f"paraphrase_{kind}": float(count) for kind, count in self.declined.items()}
 
     def _overlaps(self, claim: Candidate, chosen: list[Candidate]) -> bool:
         begin = claim.start - claim.lead
         return any(begin < other.end and other.start - other.lead < claim.end for other in chosen)
 
     def _note(self, view: RequestView, claim: Candidate, kind: str, reason: str) -> None:
-        self.refused[kind] += 1
+        self.declined[kind] += 1
         if kind != "failed":
             begin = claim.start - claim.lead
-            self.refusals.append(Declined(view.rid, begin, claim.end, kind, reason))
+            self.latest_declined.append(Declined(view.rid, begin, claim.end, kind, reason))
 
-    def _refusal(
+    def _objection(
         self, view: RequestView, exact: int, claim: Candidate, until: float
     ) -> tuple[str, str] | None:
         """The first reason against `claim`, as a kind and a sentence; None if there is none."""

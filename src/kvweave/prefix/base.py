@@ -12,7 +12,7 @@ from kvweave.errors import ConfigError, IntegrityError
 from kvweave.kv.journal import atomic
 from kvweave.kv.pool import IntArray, PagePool
 from kvweave.plugins import BACKENDS, load
-from kvweave.prefix.contract import CacheInspector, CacheOptions, CacheStats, PrefixCache, Refusal
+from kvweave.prefix.contract import CacheInspector, CacheOptions, CacheStats, NotReused, PrefixCache
 from kvweave.prefix.eviction import Key
 from kvweave.prefix.lease import Lease, Plan, RequestView, SharedSpan
 
@@ -109,13 +109,13 @@ class CacheBackend(PrefixCache, CacheInspector):
         self.counters.cached_pages = self.cached_pages
         return self.counters
 
-    def refusal(
+    def why_not_reused(
         self, view: RequestView, exact: int, start: int, length: int, donor_start: int
-    ) -> Refusal | None:
+    ) -> NotReused | None:
         if start != 0 or donor_start != 0:
-            return Refusal("position", "this cache reuses text only where it begins both prompts")
+            return NotReused("position", "this cache reuses text only where it begins both prompts")
         if length < self.page_size:
-            return Refusal(
+            return NotReused(
                 "page",
                 f"a shared beginning is reused in whole pages of {self.page_size} tokens; "
                 f"this one has {length}",
@@ -184,10 +184,10 @@ class NoCache(CacheBackend):
     def resident(self) -> Iterable[IntArray]:
         return ()
 
-    def refusal(
+    def why_not_reused(
         self, view: RequestView, exact: int, start: int, length: int, donor_start: int
-    ) -> Refusal:
-        return Refusal("off", "this server keeps no KV once a request has ended")
+    ) -> NotReused:
+        return NotReused("off", "this server keeps no KV once a request has ended")
 
     def check_structure(self) -> None:
         pass

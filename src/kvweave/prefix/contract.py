@@ -38,8 +38,8 @@ class CacheStats:
 class ReuseCounts:
     """Counters of reuse beyond the prefix, since start and by name."""
 
-    refused: Mapping[str, int] = field(default_factory=dict)
-    """Refused proposals of other words, by the kind of reason (a `Declined.kind`)."""
+    declined: Mapping[str, int] = field(default_factory=dict)
+    """Declined proposals of other words, by the kind of reason (a `Declined.kind`)."""
     events: Mapping[str, int] = field(default_factory=dict)
     """Calls of the provider by how they ended, and its proposals."""
     provider: Mapping[str, float] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class ReuseCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class NotReused:
     """Why cached KV of equal text was not lent: the gate's name, and a sentence for people."""
 
     gate: str
@@ -130,9 +130,9 @@ class CacheInspector(ABC):
         return []
 
     @abstractmethod
-    def refusal(
+    def why_not_reused(
         self, view: RequestView, exact: int, start: int, length: int, donor_start: int
-    ) -> Refusal | None:
+    ) -> NotReused | None:
         """Why a run of equal tokens does not serve `view`, whose first `exact` tokens are served.
 
         The run has `length` tokens, at `start` of the prompt and `donor_start` of a cached path.

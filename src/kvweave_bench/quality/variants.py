@@ -120,8 +120,8 @@ class _Changed:
         self._changes = changes
 
     @property
-    def refusal(self) -> str | None:
-        return self._mover.refusal
+    def fixed_because(self) -> str | None:
+        return self._mover.fixed_because
 
     def move(self, runs: Sequence[MoveRun]) -> None:
         self._mover.move([replace(run, **self._changes) for run in runs])

@@ -125,7 +125,7 @@ class Admission:
         growth = self._growth(sequence, sequence.length + 1)
         return self._needed(sequence, growth, running) - self._room()
 
-    def refused(
+    def hold_back(
         self, sequence: Sequence, matched: int, running: Iterable[Sequence], lacking: int
     ) -> None:
         """Do not lease `sequence` again before `lacking` more pages are there.

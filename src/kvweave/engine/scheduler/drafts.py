@@ -27,7 +27,7 @@ _STRONG = 6
 """Tokens that make a match strong: what follows it is mostly repeated too."""
 
 _EXPECTED = ((0.5, 2.0), (4.0, 1.0))
-"""Proposals accepted and refused, as if seen before the first: after weak and strong matches."""
+"""Proposals accepted and rejected, as if seen before the first: after weak and strong matches."""
 
 _MEMORY = 48
 """Tokens of an answer after which an observation of drafts has lost two thirds of its weight."""
@@ -39,11 +39,11 @@ _SEARCH_AGAIN = 8
 class DraftHistory:
     """Results of one answer's drafts, by strength of the match, and the text that they follow."""
 
-    __slots__ = ("_accepted", "_at", "_refused", "cached", "searched", "strong")
+    __slots__ = ("_accepted", "_at", "_rejected", "cached", "searched", "strong")
 
     def __init__(self) -> None:
         self._accepted = [0.0, 0.0]
-        self._refused = [0.0, 0.0]
+        self._rejected = [0.0, 0.0]
         self._at = [0, 0]
         self.strong = False
         """The last draft followed a strong match."""
@@ -55,22 +55,22 @@ class DraftHistory:
     def acceptance(self, strong: bool, length: int) -> float:
         """The estimated probability that the next proposal is accepted."""
         self._fade(strong, length)
-        accepted, refused = _EXPECTED[strong]
+        accepted, rejected = _EXPECTED[strong]
         accepted += self._accepted[strong]
-        return accepted / (accepted + refused + self._refused[strong])
+        return accepted / (accepted + rejected + self._rejected[strong])
 
     def verified(self, strong: bool, length: int, drafted: int, accepted: int) -> None:
         """Of `drafted` proposals, the first `accepted` were right; those behind were not tried."""
         self._fade(strong, length)
         self._accepted[strong] += accepted
-        self._refused[strong] += accepted < drafted
+        self._rejected[strong] += accepted < drafted
 
     def _fade(self, strong: bool, length: int) -> None:
         """Old experience loses weight as the answer grows: it may begin to quote at any time."""
         weight = math.exp((self._at[strong] - length) / _MEMORY)
         self._at[strong] = length
         self._accepted[strong] *= weight
-        self._refused[strong] *= weight
+        self._rejected[strong] *= weight
 
 
 class StepCost:

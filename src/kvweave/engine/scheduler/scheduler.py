@@ -282,7 +282,7 @@ class Scheduler:
             if alone:
                 self._stop_sharing_or_fail(sequence)
             self._requeue(sequence)
-            self._admission.refused(sequence, matched, self.running, max(lacking, 1))
+            self._admission.hold_back(sequence, matched, self.running, max(lacking, 1))
             return False
         if not sequence.group.admitted:
             sequence.group.count_reuse(lease.plan)

@@ -203,7 +203,7 @@ def tokenization_router(service: Service) -> APIRouter:
 
 
 def chat_router(service: Service) -> APIRouter:
-    """The route, bound to `service`."""
+    """POST /v1/chat/completions."""
     router = APIRouter()
 
     @router.post(

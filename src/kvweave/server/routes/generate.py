@@ -115,7 +115,7 @@ _PARAMS = {name: _param(name) for name in GenerationBody.model_fields.keys() - _
 
 
 def generate_router(service: Service) -> APIRouter:
-    """The route, bound to `service`."""
+    """POST /generate."""
     router = APIRouter()
     one = schemas.GeneratedText
 
