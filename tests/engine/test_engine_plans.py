@@ -17,7 +17,7 @@ from support.enginekit import OracleRunner, World, make_world, oracle_answer, pr
 class WovenCache(RadixCache):
     """Serves fixed spans of any prompt long enough, as if a donor had held the same tokens."""
 
-    spans = (Span(6, 10, "donor", 40), Span(19, 13, "donor", 3))
+    spans = (Span(6, 10, 1, 40), Span(19, 13, 1, 3))
     recompute = np.array([6, 7, 20], np.int32)
 
     def __init__(self, pool: PagePool, options: CacheOptions, runner: OracleRunner) -> None:

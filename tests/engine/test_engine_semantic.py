@@ -146,7 +146,7 @@ def test_what_is_served_is_the_donors_kv_at_the_recipients_place(
     ours = office.ids(SAME, opening)[span.start : span.end]
     assert theirs != ours
     [(run, turned)] = [(run, keys) for run, keys in seen if len(run.sources) == span.length]
-    node = office.cache._donors.named(int(span.donor))
+    node = office.cache._donors.named(span.donor)
     assert node is not None
     pages = office.cache.tree.path_pages(node)
     end = span.donor_start + span.length

@@ -25,7 +25,7 @@ from kvweave.server.responses import TokenTexts
 def test_runs_say_of_every_token_what_the_plan_says(gaps, exact, data):
     spans, reached = [], exact
     for gap, length in gaps:
-        spans.append(Span(reached + gap, length, "1", 100 * len(spans)))
+        spans.append(Span(reached + gap, length, 1, 100 * len(spans)))
         reached = spans[-1].end
     inside = [at for span in spans for at in range(span.start, span.end)]
     recompute = data.draw(st.lists(st.sampled_from(inside), unique=True) if inside else st.just([]))
@@ -52,7 +52,7 @@ def test_runs_say_of_every_token_what_the_plan_says(gaps, exact, data):
 
 
 def test_a_plan_made_when_a_request_came_back_does_not_overlap_what_was_counted_before():
-    runs = source_runs(50, 32, [Span(16, 20, "1", 0)], [])
+    runs = source_runs(50, 32, [Span(16, 20, 1, 0)], [])
     assert [(run.source, run.start, run.length) for run in runs] == [
         ("exact", 0, 16),
         ("moved", 16, 20),
@@ -132,14 +132,14 @@ def test_a_shared_run_is_found_whole_wherever_it_is(length, before, there, seed)
 
 def test_only_what_was_computed_is_asked_about():
     text = random_tokens(1, 100)
-    prompt = record(2, text, exact=16, spans=(Span(20, 40, "1", 20),))
+    prompt = record(2, text, exact=16, spans=(Span(20, 40, 1, 20),))
     [found] = shared_runs(prompt, [record(1, text)], 5)
     assert (found.start, found.length) == (60, 40)
 
 
 def test_all_parts_of_a_run_that_were_computed_are_found():
     text = random_tokens(1, 100)
-    prompt = record(2, text, exact=16, spans=(Span(40, 30, "1", 40),))
+    prompt = record(2, text, exact=16, spans=(Span(40, 30, 1, 40),))
     found = shared_runs(prompt, [record(1, text)], 5)
     assert [(run.start, run.length) for run in found] == [(70, 30), (16, 24)]
 
@@ -166,10 +166,10 @@ def test_pieces_make_the_whole_text_and_never_half_a_character(text):
 
 def test_a_paraphrase_is_shown_with_the_prompt_on_its_node_and_refreshed_tokens_with_theirs():
     text = random_tokens(1, 60)
-    spans = (Span(4, 20, "8", 2, Tier.PARAPHRASE), Span(30, 20, "9", 10))
+    spans = (Span(4, 20, 8, 2, Tier.PARAPHRASE), Span(30, 20, 9, 10))
     lent = replace(record(3, text, spans=spans), refreshed=((30, 5),))
     donor = record(1, [*range(10), *text[30:50]])
-    blocks = prompt_view(lent, [donor], {"8": 2}, None)["blocks"]
+    blocks = prompt_view(lent, [donor], {8: 2}, None)["blocks"]
     told = [(b["source"], b["start"], b.get("donor"), b.get("donor_start")) for b in blocks]
     assert told == [
         ("fresh", 0, None, None),
@@ -183,13 +183,13 @@ def test_a_paraphrase_is_shown_with_the_prompt_on_its_node_and_refreshed_tokens_
 
 def test_a_run_from_the_session_s_own_approximate_kv_is_marked():
     text = random_tokens(1, 60)
-    spans = (Span(4, 20, "8", 2), Span(30, 20, "s1", 10, generation=2))
+    spans = (Span(4, 20, 8, 2), Span(30, 20, 1, 10, generation=2))
     blocks = prompt_view(record(3, text, spans=spans), [], {}, None)["blocks"]
     assert [block.get("generation") for block in blocks] == [None, None, None, 2, None]
 
 
 def test_a_run_says_how_much_of_it_is_read_in_its_donor_s_pages():
-    spans = (Span(4, 40, "8", 2, shared=32), Span(50, 9, "9", 10))
+    spans = (Span(4, 40, 8, 2, shared=32), Span(50, 9, 9, 10))
     lent = replace(record(3, random_tokens(1, 60), spans=spans), refreshed=((4, 5),))
     blocks = prompt_view(lent, [], {}, None)["blocks"]
     told = [(block["source"], block.get("shared")) for block in blocks]
@@ -201,7 +201,7 @@ def test_a_run_says_how_much_of_it_is_read_in_its_donor_s_pages():
 
 def test_a_donor_that_was_healed_meanwhile_is_still_named():
     text = random_tokens(1, 60)
-    approximate = record(1, [*range(10), *text], spans=(Span(2, 4, "1", 30),))
-    lent = record(2, [7, *text], spans=(Span(1, 50, "1", 10),))
+    approximate = record(1, [*range(10), *text], spans=(Span(2, 4, 1, 30),))
+    lent = record(2, [7, *text], spans=(Span(1, 50, 1, 10),))
     [_, block, _] = prompt_view(lent, [approximate], {}, None)["blocks"]
     assert block["donor"] == 1

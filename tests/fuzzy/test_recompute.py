@@ -12,9 +12,9 @@ from kvweave.fuzzy.recompute import STRATEGIES, choose
 from kvweave.prefix.lease import DeferredRecompute, Plan, Span, Tier
 
 EDITED = (
-    Span(10, 100, "1", 20),
-    Span(115, 40, "1", 125),  # five tokens differ before it
-    Span(200, 300, "2", 7),  # other text
+    Span(10, 100, 1, 20),
+    Span(115, 40, 1, 125),  # five tokens differ before it
+    Span(200, 300, 2, 7),  # other text
 )
 
 
@@ -24,7 +24,7 @@ def some_spans(draw: st.DrawFn) -> tuple[Span, ...]:
     at = draw(st.integers(0, 9))
     for _ in range(draw(st.integers(1, 5))):
         length = draw(st.integers(1, 80))
-        spans.append(Span(at, length, "1", draw(st.integers(0, 300))))
+        spans.append(Span(at, length, 1, draw(st.integers(0, 300))))
         at += length + draw(st.integers(0, 90))
     return tuple(spans)
 
@@ -72,8 +72,8 @@ def test_other_text_between_two_spans_is_no_edit():
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_other_words_are_served_whole(strategy):
     """Half of a sentence in its own words and half in another's may say what neither says."""
-    words = Span(112, 6, "1", 120, Tier.PARAPHRASE)
-    spans = (EDITED[0], words, Span(118, 40, "1", 126), EDITED[2])
+    words = Span(112, 6, 1, 120, Tier.PARAPHRASE)
+    spans = (EDITED[0], words, Span(118, 40, 1, 126), EDITED[2])
     recompute, deferred = choose(spans, 0.5, strategy)
     plan = Plan(600, 0, spans, recompute, deferred)
     assert not np.isin(np.arange(words.start, words.end), plan.compute).any()
@@ -97,7 +97,7 @@ def test_nothing_and_everything(strategy):
 @pytest.mark.parametrize("continued", [0, 1])
 def test_of_three_spans_behind_other_text_the_pass_chooses_a_share(continued):
     """By default; of fewer, their first tokens are computed again and nothing else."""
-    spans = tuple(Span(100 * at, 90, str(at), 7) for at in range(3))
+    spans = tuple(Span(100 * at, 90, at, 7) for at in range(3))
     recompute, deferred = choose(spans, None, "mix", 32, spans[:continued])
     if continued:
         assert (len(recompute), deferred) == (2 * 32, None)
@@ -135,7 +135,7 @@ def test_a_depth_is_a_layer_of_any_model_and_never_the_first():
 
 
 def test_the_first_tokens_of_each_span_come_beside_the_share() -> None:
-    spans = [Span(10, 100, "1", 0), Span(110, 40, "2", 0), Span(160, 100, "3", 7)]
+    spans = [Span(10, 100, 1, 0), Span(110, 40, 2, 0), Span(160, 100, 3, 7)]
     chosen, deferred = choose(spans, 0.0, "mix", seam_tokens=32)
     assert chosen.tolist() == [*range(10, 42), *range(110, 130), *range(160, 192)]
     assert deferred is None, "known when the plan is made: no look is taken"
@@ -149,7 +149,7 @@ def test_the_first_tokens_of_each_span_come_beside_the_share() -> None:
 
 
 def test_a_span_whose_earlier_text_is_the_donors_own_has_no_seam() -> None:
-    spans = [Span(10, 100, "1", 0), Span(110, 100, "2", 0)]
+    spans = [Span(10, 100, 1, 0), Span(110, 100, 2, 0)]
     chosen, _ = choose(spans, 0.0, "seams", seam_tokens=32, continued=[spans[1]])
     assert chosen.tolist() == list(range(10, 42))
     chosen, _ = choose(spans, 1.0, "seams", seam_tokens=32, continued=[spans[1]])

@@ -99,7 +99,7 @@ QUESTION = text(2, 30)
 def second_turn(world: World, session: str | None = "s", **more) -> tuple[IntArray, int]:
     """A moved document, and text that was computed behind it."""
     tokens = np.concatenate([text(3, 9), DOCUMENT, QUESTION])
-    return tokens, world.serve(tokens, (Span(9, 40, "1", 0),), session, **more)
+    return tokens, world.serve(tokens, (Span(9, 40, 1, 0),), session, **more)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
@@ -138,7 +138,7 @@ def test_only_what_has_kv_is_kept() -> None:
 def test_generations_count_and_are_bounded() -> None:
     world = World(most_generations=2)
     tokens = np.concatenate([text(3, 9), DOCUMENT, QUESTION])
-    spans = [(Span(9, 40, "1", 0, generation=donor),) for donor in range(3)]
+    spans = [(Span(9, 40, 1, 0, generation=donor),) for donor in range(3)]
     assert world.serve(tokens, spans[0], "a")
     assert world.serve(tokens, spans[1], "b")
     assert world.serve(tokens, spans[2], "c") == 0
@@ -228,7 +228,7 @@ def test_a_long_mixed_life(seed: int) -> None:
             head = text(int(rng.integers(1e6)), int(rng.integers(1, 20)))
             begin = int(rng.integers(0, 100))
             tokens = np.concatenate([head, family[begin : begin + moved + fresh]])
-            span = Span(len(head), int(min(moved, len(tokens) - len(head) - 1)), "1", begin)
+            span = Span(len(head), int(min(moved, len(tokens) - len(head) - 1)), 1, begin)
             computed = int(rng.integers(span.end, len(tokens) + 1))
             world.serve(tokens, (span,), session, f"r{step % 9}", namespace, computed)
         elif roll < 0.75:

@@ -64,7 +64,7 @@ def test_nothing_is_pending_in_another_namespace(world: World) -> None:
 
 def test_approximate_kv_is_never_pending(world: World) -> None:
     client = world.start(PROMPT)
-    client.lease.plan = Plan(len(PROMPT), spans=(Span(2 * SIZE + 1, SIZE, "donor", 0),))
+    client.lease.plan = Plan(len(PROMPT), spans=(Span(2 * SIZE + 1, SIZE, 1, 0),))
     assert pending(world, PROMPT) == 2 * SIZE
     client.compute(3 * SIZE)
     assert pending(world, PROMPT) == 0

@@ -85,7 +85,7 @@ def test_nothing_approximate_is_ever_published(cache_world: MakeWorld, start: fl
     prompt = text(6, size)
     begin = int(start * size)
     client = world.start(prompt)
-    client.lease.plan = Plan(len(prompt), spans=(Span(begin, size, "donor", 0),))
+    client.lease.plan = Plan(len(prompt), spans=(Span(begin, size, 1, 0),))
     assert client.compute()
     client.decode(*text(3, size, seed=1).tolist())
     world.check()

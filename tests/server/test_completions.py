@@ -201,7 +201,7 @@ def test_a_streamed_echo_scores_the_prompt_in_every_answer(client, engine, late)
 
 def test_the_plan_is_told_on_request(client, engine):
     engine.usage = Usage(reuse=Reuse(exact=2, moved=3))
-    engine.plan = (Span(2, 3, "other", 40, shared=1),)
+    engine.plan = (Span(2, 3, 7, 40, shared=1),)
     expected = [
         {
             "prompt": 0,
@@ -218,7 +218,7 @@ def test_the_plan_is_told_on_request(client, engine):
             "start": 2,
             "length": 3,
             "tier": "moved",
-            "donor": "other",
+            "donor": "7",
             "donor_start": 40,
             "shared": 1,
             "generation": 0,
@@ -235,15 +235,15 @@ def test_the_plan_is_told_on_request(client, engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_was_served_otherwise_has_a_plan_of_its_own(client, engine, stream):
-    engine.plan = (Span(2, 3, "other", 40),)
-    engine.plans = {1: (Span(2, 5, "third", 7),)}
+    engine.plan = (Span(2, 3, 7, 40),)
+    engine.plans = {1: (Span(2, 5, 3, 7, generation=1),)}
     if stream:
         seen = [event.get("kvweave_plan", []) for event in events(client, return_plan=True, n=3)]
         plan = [span for spans in seen for span in spans]
     else:
         plan = complete(client, return_plan=True, n=3)["kvweave_plan"]
     told = [(span.get("answer"), span["donor"], span["length"]) for span in plan]
-    assert sorted(told, key=str) == [(1, "third", 5), (None, "other", 3)]
+    assert sorted(told, key=str) == [(1, "s3", 5), (None, "7", 3)]
 
 
 def test_a_slow_reader_gets_fewer_longer_pieces_and_the_whole_text(client, engine):

@@ -131,7 +131,7 @@ def test_waiting_deltas_are_joined_per_answer():
             *("r", index, letter, (number,), Usage()),
             logprobs=(TokenLogprob(number, -1.0),),
             prompt_logprobs=(TokenLogprob(9, None),) if number == 0 else None,
-            plan=(Span(4, 2, "other", 8),) if number == 0 else (),
+            plan=(Span(4, 2, 7, 8),) if number == 0 else (),
             finish_reason=reason,
         )
         for number, (index, letter, reason) in enumerate(
@@ -159,7 +159,7 @@ def test_waiting_deltas_are_joined_per_answer():
     for _, delta in batch:
         assert [score.token_id for score in delta.logprobs] == list(delta.token_ids)
     assert batch[0][1].prompt_logprobs == (TokenLogprob(9, None),)
-    assert batch[0][1].plan == (Span(4, 2, "other", 8),)
+    assert batch[0][1].plan == (Span(4, 2, 7, 8),)
     assert (measured.completion_tokens, measured.outcome) == (5, "length")
 
 

@@ -111,8 +111,8 @@ class SemanticWorld(World):
         super().look_at(running)
         running.view = view
 
-    def donor_tokens(self, donor: str, start: int) -> IntArray:
-        node = self.cache._donors.named(int(donor))
+    def donor_tokens(self, donor: int, start: int) -> IntArray:
+        node = self.cache._donors.named(donor)
         assert node is not None
         return self.cache._donors.tokens(int(node.pages[-1]), start)
 

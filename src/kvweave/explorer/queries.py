@@ -247,7 +247,7 @@ def summary_view(record: Record, texts: TokenTexts | None) -> dict[str, Any]:
 
 
 def prompt_view(
-    record: Record, earlier: Sequence[Record], lenders: Mapping[str, int], texts: TokenTexts | None
+    record: Record, earlier: Sequence[Record], lenders: Mapping[int, int], texts: TokenTexts | None
 ) -> dict[str, Any]:
     """One prompt with its blocks by source; `lenders` holds prompt numbers by tree node."""
     blocks = [_block(record, run, earlier, lenders) for run in record.runs()]
@@ -261,13 +261,13 @@ def prompt_view(
 
 
 def _block(
-    record: Record, run: SourceRun, earlier: Sequence[Record], lenders: Mapping[str, int]
+    record: Record, run: SourceRun, earlier: Sequence[Record], lenders: Mapping[int, int]
 ) -> dict[str, Any]:
     block: dict[str, Any] = {"source": run.source, "start": run.start, "length": run.length}
     if run.donor_start is not None:
         donor = donor_of(record, run, earlier)
         number = None if donor is None else donor.number
-        if number is None and run.span is not None:
+        if number is None and run.span is not None and not run.span.generation:
             number = lenders.get(run.span.donor)
         block |= {"donor_start": run.donor_start, "donor": number}
         if run.span is not None and run.span.generation:

@@ -174,7 +174,7 @@ def _known(history: History, number: int) -> Record:
     return record
 
 
-async def _paraphrase_lenders(service: Service, history: History, record: Record) -> dict[str, int]:
+async def _paraphrase_lenders(service: Service, history: History, record: Record) -> dict[int, int]:
     """Donors of the record's paraphrases: a prompt's number by the tree node that it lies on.
 
     A paraphrase's donor has other tokens, so that `donor_of` cannot find it.
@@ -186,7 +186,7 @@ async def _paraphrase_lenders(service: Service, history: History, record: Record
     except RequestError:
         return {}  # these names are optional
     nodes = snapshot.nodes if snapshot is not None else ()
-    return {str(node.order): int(node.prompts[0]) for node in nodes if node.prompts}
+    return {node.order: int(node.prompts[0]) for node in nodes if node.prompts}
 
 
 async def _snapshot(service: Service, history: History) -> TreeSnapshot | None:

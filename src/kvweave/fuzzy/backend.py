@@ -163,9 +163,9 @@ class FuzzyCache(RadixCache):
         super()._touch(lease)
         for span in lease.plan.spans:
             if span.generation:
-                self._sessions.touch(int(span.donor[1:]), self.tree.eviction_key(lease.priority))
+                self._sessions.touch(span.donor, self.tree.eviction_key(lease.priority))
                 continue
-            node = self._donors.named(int(span.donor))
+            node = self._donors.named(span.donor)
             if node is not None:
                 self.tree.touch(node, lease.priority, hits=1)
 
@@ -386,12 +386,12 @@ class FuzzyCache(RadixCache):
         first = max(0, piece.donor_start - min(_NEAR, piece.start))
         if isinstance(piece, SessionCandidate):
             segment = piece.segment
-            donor, generation = f"s{segment.number}", segment.generation
+            donor, generation = segment.number, segment.generation
             slots, earlier = self._sessions.slots(piece), segment.text[first : piece.donor_start]
         else:
             node = self._donors.node(piece.page)
             assert node is not None  # locked
-            donor, generation, slots = str(node.order), 0, self._donors.slots(piece)
+            donor, generation, slots = node.order, 0, self._donors.slots(piece)
             earlier = self._donors.tokens(piece.page, first)[: piece.donor_start - first]
         span = Span(piece.start, piece.length, donor, piece.donor_start, piece.tier, generation)
         return span, slots, earlier

@@ -58,14 +58,13 @@ class Tier(str, Enum):
 class Span:
     """A run of recipient positions served from one donor run.
 
-    `donor` names the donor's path for people and logs (a request id, or a path's number); it is
-    not used to find KV. Positions are absolute: `start` in the recipient's prompt,
-    `donor_start` in the donor's.
+    `donor` is the number of the donor's tree node; with a `generation`, of a session's segment.
+    Positions are absolute: `start` in the recipient's prompt, `donor_start` in the donor's.
     """
 
     start: int
     length: int
-    donor: str
+    donor: int
     donor_start: int
     tier: Tier = Tier.MOVED
     generation: int = 0

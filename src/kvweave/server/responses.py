@@ -151,9 +151,11 @@ class Envelope:
         """Where the KV of a prompt came from, as spans; tokens outside all spans were computed."""
         # Usage is that of the first admission, the spans are those of the latest.
         cached = min([delta.usage.cached_tokens, *(span.start for span in delta.plan)])
-        exact = Span(0, cached, "", 0, Tier.EXACT, shared=cached)
+        exact = Span(0, cached, 0, 0, Tier.EXACT, shared=cached)
         spans = [{**asdict(exact), "donor": None}] if cached else []
-        spans += map(asdict, delta.plan)
+        for span in delta.plan:
+            donor = f"s{span.donor}" if span.generation else str(span.donor)
+            spans.append({**asdict(span), "donor": donor})
         return [{"prompt": place, **span} for span in spans]
 
 

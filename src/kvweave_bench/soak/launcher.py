@@ -217,7 +217,9 @@ def look_inside(audit: Audit) -> None:
 
 def _look_at_spans(audit: Audit, cache: FuzzyCache, view: Any, lease: Any) -> None:
     for span in lease.plan.spans:
-        node = cache._donors.named(int(span.donor))
+        if span.generation:
+            continue  # of its session, not of the tree
+        node = cache._donors.named(span.donor)
         path = [] if node is None else [at.tokens for at in upwards(node)][::-1]
         theirs = [token for run in path for token in run.tolist()]
         theirs = theirs[span.donor_start : span.donor_start + span.length]
