@@ -300,20 +300,19 @@ class FuzzyCache(RadixCache):
     def _realize(self, lease: RadixLease, pieces: list[Candidate], view: RequestView) -> None:
         """Copy the donors' KV into pages of the lease's own; if that fails, it stays exact."""
         nodes = [self._donors.node(piece.page) for piece in pieces]
-        self._pin(lease, [node for node in nodes if node is not None])
+        self._set_pinned(lease, [node for node in nodes if node is not None])
         self._sessions.hold(
             lease, [piece.segment for piece in pieces if isinstance(piece, SessionCandidate)]
         )
         exact_pages = len(lease.pages)
         plan, sources, shared = self._planned(lease, pieces, nodes, view)
         # Evicts others if need be; the donors are locked.
-        if self._lay_out(lease, pieces[-1].end, [run for run in shared if run]) and not self._move(
-            lease, plan, sources
-        ):
+        has_room = self._lay_out(lease, pieces[-1].end, [run for run in shared if run])
+        if has_room and not self._move(lease, plan, sources):
             self._shrink(lease, exact_pages)
         self._sessions.let_go(lease)
         read = zip(nodes, shared, strict=True) if lease.shared else ()
-        self._pin(lease, [node for node, run in read if node is not None and run is not None])
+        self._set_pinned(lease, [node for node, run in read if node is not None and run is not None])
 
     def _planned(
         self,

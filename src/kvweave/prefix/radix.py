@@ -165,7 +165,7 @@ class RadixCache(CacheBackend):
         lease.clear()
 
     @atomic
-    def _pin(self, lease: RadixLease, nodes: Sequence[Node]) -> None:
+    def _set_pinned(self, lease: RadixLease, nodes: Sequence[Node]) -> None:
         """Let the lease hold the paths to `nodes` beside its own, and no others."""
         lease.keep(self._journal)
         for node in nodes:
