@@ -143,7 +143,7 @@ def test_pages_that_came_otherwise_meanwhile_stay_what_they_are(
     second = stored_world(tmp_path)
     arrived, taken = Loads._arrived, []
 
-    def after_another(self, reading, begin, end):
+    def after_another(self, reading, end):
         if not taken:  # its first pages are computed before any of it has been published
             tokens = np.array(text[: count * PAGE_SIZE + 1], np.int32)
             view = RequestView("x", tokens, second.engine.namespace(None), fuzzy=False)
@@ -153,7 +153,7 @@ def test_pages_that_came_otherwise_meanwhile_stay_what_they_are(
             self._of.cache.publish(lease, tokens, computed=count * PAGE_SIZE)
             taken.append(lease.pages.copy())
             self._of.give_back(lease)
-        arrived(self, reading, begin, end)
+        arrived(self, reading, end)
 
     monkeypatch.setattr(Loads, "_arrived", after_another)
     second.run(request("b", text))

@@ -151,7 +151,7 @@ class OracleRunner:
             self.tokens[run.targets] = self.tokens[run.sources]
             self.positions[run.targets] = self.positions[run.sources] + run.delta
 
-    refusal = None
+    fixed_because = None
 
 
 class PoisonedPool(PagePool):

@@ -37,7 +37,7 @@ def text(pages: float, page_size: int, seed: int = 0) -> IntArray:
 class RecordingMover:
     """Moves nothing, and records every run."""
 
-    refusal = None
+    fixed_because = None
 
     def __init__(self) -> None:
         self.runs: list[MoveRun] = []
