@@ -120,9 +120,20 @@ class World:
         left = set(self.resident())
         assert left <= self.cached
         assert len(self.cached) - len(left) == freed
-        held = {held for client in self.live for held in client.published()}
-        assert held <= left, "something was evicted that a live request holds"
+        assert self.held() <= left, "something was evicted that a live request holds"
         self.cached = left
+
+    def held(self) -> set[Content | None]:
+        """What live requests lock: what they published, and the paths of donors they read."""
+        held: set[Content | None] = set()
+        for client in self.live:
+            lease, donors = client.lease, set[Content | None]()
+            held.update(client.published())
+            for node in getattr(lease, "pinned", ()):
+                donors.update(self.content[page] for page in self.cache.tree.path_pages(node))
+            assert {self.content[page] for run in lease.shared for page in run.pages} <= donors
+            held |= donors
+        return held
 
     def resident(self) -> list[Content]:
         """What the cache's pages hold, by what was written into them."""
@@ -152,8 +163,7 @@ class World:
         resident = self.resident()
         assert len(resident) == self.cache.cached_pages
         assert set(resident) == self.cached
-        held = {content for client in self.live for content in client.published()}
-        assert self.cache.evictable_pages == len(self.cached - held)
+        assert self.cache.evictable_pages == len(self.cached - self.held())
         page = 4 * self.page_size
         for namespace, prefix in self.cached:
             assert len(prefix) == page or (namespace, prefix[:-page]) in self.cached
@@ -231,7 +241,8 @@ class Client:
 
     def _grow(self, tokens: int) -> bool:
         world = self.world
-        short = -(-tokens // world.page_size) - len(self.lease.pages) - world.pool.num_free
+        own = self.lease.own_slot(tokens)
+        short = -(-own // world.page_size) - len(self.lease.pages) - world.pool.num_free
         before = world.cache.cached_pages
         grown = world.cache.grow(self.lease, tokens)
         evicted = before - world.cache.cached_pages
@@ -243,7 +254,7 @@ class Client:
         world, size = self.world, self.world.page_size
         self.frontier = frontier
         shareable = self._shareable()
-        for at in np.unique(positions // size).tolist():
+        for at in np.unique(self.lease.own_slots(positions) // size).tolist():
             page = int(self.lease.pages[at])
             assert world.pool.owners(page) == 1, "computed into a page that others can see"
             whole = (at + 1) * size <= shareable

@@ -312,7 +312,9 @@ class FuzzyCache(RadixCache):
             self._shrink(lease, exact_pages)
         self._sessions.let_go(lease)
         read = zip(nodes, shared, strict=True) if lease.shared else ()
-        self._set_pinned(lease, [node for node, run in read if node is not None and run is not None])
+        self._set_pinned(
+            lease, [node for node, run in read if node is not None and run is not None]
+        )
 
     def _planned(
         self,
